@@ -1,0 +1,1 @@
+"""Sharding on PyTorch's own FSDP2: the stage table, the schedule, units, weights, gradients."""

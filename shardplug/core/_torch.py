@@ -1,0 +1,365 @@
+"""The one file that touches private names of torch.
+
+FSDP2 keeps its books (gathered copies, unreduced gradients) in private objects; the engine needs
+to read them for its memory account and for the checks that plain FSDP2 leaves out. Tested with
+the torch versions that pyproject.toml admits; a test fails if another file of the package
+reaches for a private name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = [
+    "BackwardWatch",
+    "GradScaler",
+    "WeakTensorKeyDictionary",
+    "all_gather_flat",
+    "drop_unreduced_gradients",
+    "gathered_tensors",
+    "gradient_tensors",
+    "guard_partial_reads",
+    "has_unreduced_gradients",
+    "is_root_ready",
+    "local_tensor",
+    "managed_parameters",
+    "master_tensors",
+    "register_extra_outputs",
+    "reset_iteration",
+    "reshard_all",
+    "reshard_own",
+    "set_gather_ahead",
+    "storage_bytes",
+    "watch_collectives",
+]
+
+
+# torch 2.13 renamed it and deprecated the old name.
+all_gather_flat: Callable[..., Any] = getattr(
+    dist, "all_gather_single", None
+) or dist.all_gather_into_tensor
+
+
+def _param_groups(root: nn.Module) -> Iterator[Any]:
+    seen: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups_of(module):
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch < 2.13
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor without recording autograd, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def managed_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """Return every sharded parameter, in a fixed order, whatever is registered at the moment."""
+    return [p.sharded_param for group in _param_groups(root) for p in group.fsdp_params]
+
+
+def is_root_ready(root: nn.Module) -> bool:
+    """Whether the first forward has made `root` the FSDP root."""
+    assert isinstance(root, FSDPModule)
+    return root._get_fsdp_state()._is_root is True
+
+
+def master_tensors(root: nn.Module) -> list[torch.Tensor]:
+    """Return the flat, padded shards that parameters are kept in at rest."""
+    return [p._sharded_param_data for group in _param_groups(root) for p in group.fsdp_params]
+
+
+def gathered_tensors(root: nn.Module) -> list[torch.Tensor]:
+    """Return the gathered copies; those not gathered at the moment have empty storages."""
+    found: list[torch.Tensor] = []
+    for group in _param_groups(root):
+        if group._all_gather_result is not None:
+            found.append(group._all_gather_result.all_gather_output)
+        for param in group.fsdp_params:
+            found += param.all_gather_outputs
+            found += getattr(param, "_unsharded_inner_tensors", [])
+    return found
+
+
+def gradient_tensors(root: nn.Module) -> list[torch.Tensor]:
+    """Return sharded gradients and full gradients that have not been reduced yet."""
+    found: list[torch.Tensor | None] = []
+    for group in _param_groups(root):
+        found.append(group._partial_reduce_output)
+        for param in group.fsdp_params:
+            found.append(param.sharded_param.grad)
+            found += _unreduced(param)
+    return [local_tensor(grad) for grad in found if grad is not None]
+
+
+def _unreduced(param: Any) -> list[torch.Tensor]:
+    whole = getattr(param, "_unsharded_param", None)
+    grads = [param.unsharded_accumulated_grad, None if whole is None else whole.grad]
+    return [grad for grad in grads if grad is not None]
+
+
+def has_unreduced_gradients(root: nn.Module) -> bool:
+    """Whether this rank holds gradients that were not reduced over the ranks."""
+    return any(_unreduced(param) for group in _param_groups(root) for param in group.fsdp_params)
+
+
+def drop_unreduced_gradients(root: nn.Module, only: set[int] | None = None) -> None:
+    """Forget gradients that were not reduced.
+
+    Args:
+        root: The sharded model.
+        only: ids of the sharded parameters concerned; None means all.
+    """
+    for group in _param_groups(root):
+        for param in group.fsdp_params:
+            if only is not None and id(param.sharded_param) not in only:
+                continue
+            param.unsharded_accumulated_grad = None
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Sum the bytes of the distinct storages behind `tensors`."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        storage = local_tensor(tensor).untyped_storage()
+        if storage.nbytes():
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def reset_iteration(root: nn.Module) -> None:
+    """Bring FSDP2 back to rest after an exception in a forward or backward."""
+    assert isinstance(root, FSDPModule)
+    if root._get_fsdp_state()._is_root is None:
+        return  # no forward has run
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = root._get_fsdp_state()  # torch < 2.13 has no call for it
+    state._comm_ctx.all_gather_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    for inner in state._state_ctx.all_states:
+        inner._modules_to_run_forward.clear()
+        inner._training_state = type(inner._training_state).IDLE
+    for group in _param_groups(root):
+        group._all_gather_result = None
+        group._post_forward_indices.clear()
+        group._training_state = type(group._training_state).IDLE
+        group._to_sharded()
+
+
+def reshard_all(root: nn.Module) -> None:
+    """Drop every gathered copy, and every gather that was started ahead and never used.
+
+    FSDP2 keeps the result of an unused gather for the next use, which may come after the
+    optimizer has changed the shards: the unit would then compute with stale parameters.
+    """
+    for group in _param_groups(root):
+        if group._all_gather_result is not None:
+            work = group._all_gather_result.all_gather_work
+            if work is not None:
+                work.wait()
+            group._all_gather_result = None
+        group._to_sharded()
+
+
+def reshard_own(root: nn.Module) -> None:
+    """Drop the gathered copy of the parameters that belong to `root` itself."""
+    assert isinstance(root, FSDPModule)
+    for group in _groups_of(root):
+        group._to_sharded()
+
+
+def set_gather_ahead(root: nn.Module) -> None:
+    """Let gathers ahead of use run beside the computation where the device has no streams."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module._set_unshard_async_op(True)
+
+
+def register_extra_outputs(unit: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+    """Gather `unit` again before the backward reaches it through `tensors`.
+
+    FSDP2 hooks the outputs of a unit's forward. A tensor that the forward keeps on a module (an
+    auxiliary loss, router logits) is a second way into the unit's backward.
+    """
+    assert isinstance(unit, FSDPModule)
+    state = unit._get_fsdp_state()
+    for tensor in tensors:
+        state._register_pre_backward_hook(tensor)
+
+
+def watch_collectives(
+    root: nn.Module,
+    before: Callable[[str, int], None],
+    units: list[str],
+    names: dict[nn.Module, str],
+) -> None:
+    """Call `before(kind, unit)` ahead of each gather ("gather") and reduction ("reduce").
+
+    Args:
+        root: The sharded model.
+        before: Called on every rank with the unit's index.
+        units: Filled with the units' names, in the order of the indices.
+        names: Name of each module.
+    """
+    for index, group in enumerate(_param_groups(root)):
+        units.append(names.get(group.modules[0], "the root"))
+        group._all_gather_comm = _Announced(
+            group._all_gather_comm, functools.partial(before, "gather", index)
+        )
+        group._reduce_scatter_comm = _Announced(
+            group._reduce_scatter_comm, functools.partial(before, "reduce", index)
+        )
+
+
+class _Announced:
+    """A collective that says when it starts."""
+
+    def __init__(self, comm: Any, before: Callable[[], None]) -> None:
+        self._comm = comm
+        self._before = before
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        buffer: torch.Tensor = self._comm.allocate(*args, **kwargs)
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before()
+        return self._comm(*args, **kwargs)
+
+
+class BackwardWatch:
+    """Sees each unit's gradients just before they are reduced.
+
+    It fills in zeros for parameters that this rank did not use, because FSDP2 reduces the
+    gradients that exist: ranks that used different parameters of a unit would add gradients of
+    different parameters. It also remembers which parameters were used, so that a parameter that
+    no rank used can go without a gradient, as it does in one process.
+    """
+
+    def __init__(self, root: nn.Module, on_backward: Callable[[], None]) -> None:
+        self.used: set[int] = set()
+        self._on_backward = on_backward
+        for group in _param_groups(root):
+            group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
+
+    def _post_backward(self, group: Any, original: Callable[..., None], *unused: Any) -> None:
+        self._on_backward()
+        trainable = [
+            param
+            for param in group.fsdp_params
+            if param.sharded_param.requires_grad and hasattr(param, "_unsharded_param")
+        ]
+        used = [param for param in trainable if _unreduced(param)]
+        self.used.update(id(param.sharded_param) for param in used)
+        # A unit that is neither gathered nor holds gradients took no part in this backward.
+        if group.reduce_grads and (used or group.is_unsharded):
+            accumulated = [p for p in used if p.unsharded_accumulated_grad is not None]
+            if accumulated and len(accumulated) < len(trainable):
+                for param in used:  # one buffer, one dtype
+                    param.accumulate_unsharded_grad_if_needed()
+                    param.to_accumulated_grad_if_needed()
+            for param in trainable:
+                whole = param._unsharded_param
+                if _unreduced(param) or not whole.requires_grad:
+                    continue
+                dtype = (param.reduce_dtype if accumulated else None) or whole.dtype
+                param.unsharded_accumulated_grad = torch.zeros(
+                    whole.size(), dtype=dtype, device=whole.device
+                )
+        original(*unused)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A loss scaler whose ranks agree on whether a step is skipped.
+
+    torch's own takes a list of gradients of one kind; here sharded and replicated ones mix. Each
+    rank looks at its own parts, then the ranks combine what they found.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                grad = local_tensor(parameter.grad)
+                if grad.dtype == torch.float16 and not allow_fp16:
+                    raise ValueError(
+                        "Expected fp32 gradients to unscale, got fp16: keep fp32 master weights "
+                        "(param_dtype=fp16 on an fp32 model)."
+                    )
+                by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        found: dict[torch.device, torch.Tensor] = {}
+        for (device, _), local_grads in by_kind.items():
+            flag = found.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                local_grads, flag, inv_scale.to(device)
+            )
+        if not found:
+            found[found_inf.device] = found_inf
+        for flag in found.values():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return found
+
+
+_GUARDED = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__")
+
+
+def guard_partial_reads() -> None:
+    """Make reading one number out of a half-reduced DTensor an error.
+
+    `parameter.norm()` on a sharded parameter is a DTensor whose ranks each hold their own part;
+    torch's `.item()` would return that part with no error, and differently on each rank.
+    """
+    for name in _GUARDED:
+        original = getattr(DTensor, name, None)
+        if original is None or getattr(original, "_shardplug_guard", False):
+            continue
+        setattr(DTensor, name, _guarded(name, original))
+
+
+def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if any(placement.is_partial() for placement in self.placements):
+            raise RuntimeError(
+                f"Expected a value that is the same on every rank, got {name}() of a tensor that "
+                f"is only partly reduced (placements {self.placements}): this rank would read its "
+                "own part. Call .full_tensor() on it first, on every rank; for gradient norms use "
+                "engine.grad_norm()."
+            )
+        return original(self, *args, **kwargs)
+
+    read._shardplug_guard = True  # type: ignore[attr-defined]
+    return read

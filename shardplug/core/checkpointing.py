@@ -1,0 +1,54 @@
+"""Activation checkpointing of the repeated blocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardplug.errors import ModelError
+
+__all__ = ["checkpoint_activations"]
+
+
+def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Recompute each block's activations in the backward.
+
+    Hugging Face models switch on their own implementation, which also turns the key-value cache
+    off in training; other blocks have their forward wrapped. Either way the gather hooks stay
+    outside, so the backward gathers once.
+
+    Raises:
+        ModelError: When the model has no repeated blocks.
+    """
+    blocks = list(blocks)
+    if not blocks:
+        raise ModelError(
+            "Expected repeated blocks to checkpoint the activations of, found none in "
+            f"{type(model).__name__}. Name their class in `units`."
+        )
+    covered: set[nn.Module] = set()
+    for module in model.modules():
+        enable = getattr(module, "gradient_checkpointing_enable", None)
+        if module in covered or not callable(enable):
+            continue
+        if getattr(module, "supports_gradient_checkpointing", False):
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            covered.update(module.modules())
+    for block in blocks:
+        if block not in covered:
+            block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return call

@@ -1,0 +1,139 @@
+"""What happens around the outermost call into a sharded model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardplug.core._torch import register_extra_outputs, reshard_all, reshard_own
+from shardplug.core.stage import Stage
+from shardplug.errors import ScheduleError
+
+__all__ = ["KeptOutputs", "RootCalls"]
+
+
+class RootCalls:
+    """Follows calls into the root's forward and its other computing methods.
+
+    FSDP2 keeps the root's parameters gathered after a forward. They are dropped here at the end
+    of the outermost call, when the stage says so, and all of the model's after a call without
+    gradients: else code that runs after an evaluation would read, or write, plain copies.
+
+    Args:
+        root: The sharded model.
+        stage: The row of the stage table.
+        on_enter: Called before an outermost call that records gradients.
+        on_exit: Called after it.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        stage: Stage,
+        methods: Sequence[str],
+        on_enter: Callable[[], None],
+        on_exit: Callable[[], None],
+    ) -> None:
+        self._root = root
+        self._stage = stage
+        self._on_enter = on_enter
+        self._on_exit = on_exit
+        self._depth = 0
+        self.keep_gathered = False
+        """Leave everything gathered, for a caller that does many calls."""
+        root.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
+        root.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        for name in methods:
+            setattr(root, name, self._followed(getattr(root, name)))
+
+    def _followed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._leave()
+
+        return call
+
+    def _enter(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise ScheduleError(
+                "Expected torch.no_grad() around an evaluation, found torch.inference_mode(): "
+                "gathered parameters made there cannot be trained with afterwards."
+            )
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled():
+            self._on_enter()
+
+    def _leave(self) -> None:
+        if self._depth == 0:  # the call was refused before it began
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        if torch.is_grad_enabled():
+            # Before the copies go: the phase "after the forward" is the stage's, not the root's.
+            if self._stage.reshard_after_forward:
+                reshard_own(self._root)
+            self._on_exit()
+        elif not self.keep_gathered:
+            reshard_all(self._root)
+
+    def reset(self) -> None:
+        """Forget a call that an exception ended."""
+        self._depth = 0
+
+
+class KeptOutputs:
+    """Finds tensors that a unit's forward leaves on its modules, such as an auxiliary loss.
+
+    The backward may enter the unit through them before it enters through the unit's outputs, so
+    they need the same hook. The first passes look at every module; afterwards only units that
+    keep tensors are looked at.
+    """
+
+    _LEARNING_PASSES = 3
+
+    def __init__(self, units: Iterable[nn.Module]) -> None:
+        for unit in units:
+            unit.register_forward_hook(_KeptOutputsHook(self._LEARNING_PASSES))
+
+
+class _KeptOutputsHook:
+    def __init__(self, passes: int) -> None:
+        self._passes_left = passes
+        self._keeps = False
+
+    def __call__(self, unit: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or not (self._keeps or self._passes_left):
+            return
+        self._passes_left = max(0, self._passes_left - 1)
+        kept = [
+            tensor
+            for module in unit.modules()
+            for value in vars(module).values()
+            for tensor in _tensors(value)
+        ]
+        if kept:
+            self._keeps = True
+            register_extra_outputs(unit, kept)
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad and value.grad_fn is not None:
+            yield value
+    elif isinstance(value, (list, tuple)) and len(value) < 256:
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                yield from _tensors(item)
+    elif type(value) is dict and len(value) < 256:
+        for item in value.values():
+            if isinstance(item, torch.Tensor):
+                yield from _tensors(item)

@@ -1,0 +1,143 @@
+"""Applies the plan: fills, upcasts and shards a model unit by unit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from shardplug.core._torch import set_gather_ahead
+from shardplug.core.collectives import AllToAllReduceScatter
+from shardplug.core.precision import Precision
+from shardplug.core.stage import Stage
+from shardplug.core.units import UnitPlan
+from shardplug.core.weights import Filler, check_same_model
+from shardplug.errors import ModelError
+
+__all__ = ["refuse_unshardable", "shard_model"]
+
+
+def refuse_unshardable(model: nn.Module) -> None:
+    """Refuse models that something else already wraps or shards.
+
+    Raises:
+        ModelError: Naming the module or parameter.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"Expected a torch.nn.Module, got {type(model).__name__}.")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ModelError(
+                f"Expected the bare model, got {name or 'a model'} inside {kind}: pass the module "
+                "it wraps, shardplug reduces the gradients itself."
+            )
+        if isinstance(module, FSDPModule) or kind == "FullyShardedDataParallel":
+            raise ModelError(
+                f"Expected an unsharded model, but {name or 'the model'} ({kind}) is sharded "
+                "already. Take the fully_shard / FSDP call out."
+            )
+        if kind == "OptimizedModule":
+            raise ModelError(
+                f"Expected a model that is not compiled as a whole, got {name or 'a model'} from "
+                "torch.compile. Compile its blocks instead: for block in blocks: block.compile()."
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ModelError(f"Expected plain parameters, but {name} is a DTensor already.")
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f"Expected initialised parameters, but {name} is lazy: run one forward first."
+            )
+
+
+def shard_model(
+    model: nn.Module,
+    plan: UnitPlan,
+    mesh: DeviceMesh,
+    stage: Stage,
+    precision: Precision,
+    device: torch.device,
+    *,
+    cast_inputs: bool,
+    forward_methods: Sequence[str],
+    prefetch: int,
+) -> None:
+    """Shard `model` in place. All ranks take part; peak memory is the shards plus one unit."""
+    check_same_model(model)
+    _warn_low_masters(model, precision)
+    filler = Filler(model, device)
+    done: set[nn.Module] = set()
+    for unit in (*plan.modules, model):
+        inside = [module for module in unit.modules() if module not in done]
+        done.update(inside)
+        filler.fill(inside)
+        _upcast_masters(inside, precision)
+        ignored = {filler.current(parameter) for parameter in plan.replicated}
+        if unit is not model:
+            ignored |= {filler.current(parameter) for parameter in plan.moved_up}
+        fully_shard(
+            unit,
+            mesh=mesh,
+            # The root is resharded by the engine at the end of the outermost call.
+            reshard_after_forward=stage.reshard_after_forward and unit is not model,
+            mp_policy=precision.policy(cast_inputs=cast_inputs or unit is not model),
+            ignored_params=ignored,
+        )
+    for name in forward_methods:
+        if not callable(getattr(model, name, None)):
+            raise ModelError(f"Expected {type(model).__name__} to have a method {name!r}.")
+        register_fsdp_forward_method(model, name)
+    _tune_collectives(model, plan, device, prefetch)
+
+
+def _upcast_masters(modules: list[nn.Module], precision: Precision) -> None:
+    if not precision.keeps_masters:
+        return
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.float()
+
+
+def _warn_low_masters(model: nn.Module, precision: Precision) -> None:
+    if precision.keeps_masters:
+        return
+    low = sorted(
+        {
+            str(p.dtype)
+            for p in model.parameters()
+            if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)
+        }
+    )
+    if low and dist.get_rank() == 0:
+        warnings.warn(
+            f"Training keeps no fp32 master weights: trainable parameters are {', '.join(low)}. "
+            "Updates smaller than half a unit in the last place are lost. Use bf16 mixed "
+            "precision (param_dtype=bf16) to keep fp32 masters.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _tune_collectives(
+    model: nn.Module, plan: UnitPlan, device: torch.device, prefetch: int
+) -> None:
+    units = [model, *plan.modules]
+    if device.type == "cpu":
+        for unit in units:
+            assert isinstance(unit, FSDPModule)
+            unit.set_custom_reduce_scatter(AllToAllReduceScatter())
+        set_gather_ahead(model)
+    if prefetch < 1:
+        return
+    blocks = [block for block in plan.blocks if isinstance(block, FSDPModule)]
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - prefetch) : index][::-1])

@@ -1,0 +1,634 @@
+"""The engine that plain loops use and every adapter stands on."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardplug.config import ZeroConfig
+from shardplug.core import _torch, grads
+from shardplug.core.agreement import Agreement, control_group
+from shardplug.core.checkpointing import checkpoint_activations
+from shardplug.core.mesh import build_mesh, check_mesh, current_device
+from shardplug.core.precision import Precision
+from shardplug.core.root import KeptOutputs, RootCalls
+from shardplug.core.schedule import Schedule
+from shardplug.core.shard import refuse_unshardable, shard_model
+from shardplug.core.stage import STAGES
+from shardplug.core.units import plan_units
+from shardplug.errors import ConfigError, ModelError, OptimizerError, ScheduleError
+
+__all__ = ["ZeroEngine"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+PathLikeStr = str | PathLike[str]
+
+
+class _Sharded:
+    """What the engine keeps for one model."""
+
+    def __init__(self, model: nn.Module, calls: RootCalls, agreement: Agreement) -> None:
+        self.model = model
+        self.calls = calls
+        self.agreement = agreement
+        self.replicated: list[nn.Parameter] = []
+
+
+class ZeroEngine:
+    """Shards models over the data-parallel ranks and drives the ZeRO schedule.
+
+    Every method that the docstring calls collective must be called on every rank.
+
+        engine = ZeroEngine(ZeroConfig(stage=3))
+        model = engine.shard(model)
+        optimizer = engine.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+        for index, batch in enumerate(batches):
+            last = (index + 1) % 4 == 0
+            with engine.micro_step(last=last):
+                model(batch).loss.div(4).backward()
+            if last:
+                engine.clip_grad_norm(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Args:
+        config: Stage, units, precision.
+        device_mesh: One axis (shards) or two (replicas, shards) over all ranks; made from the
+            default process group when left out.
+
+    Raises:
+        ConfigError: When no process group is up or the mesh contradicts the configuration.
+    """
+
+    def __init__(self, config: ZeroConfig, device_mesh: DeviceMesh | None = None) -> None:
+        if not isinstance(config, ZeroConfig):
+            raise ConfigError(f"Expected a ZeroConfig, got {type(config).__name__}.")
+        if device_mesh is None:
+            device_mesh = build_mesh(config.replicate_size, current_device().type)
+        check_mesh(device_mesh, config.replicate_size)
+        self.config = config
+        self.device_mesh = device_mesh
+        self.device = (
+            torch.device("cpu") if device_mesh.device_type == "cpu" else current_device()
+        )
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.check_order = self.device.type == "cpu"
+        """Compare the ranks' order before every collective; set it before `shard`."""
+        self._precision = Precision.of(config)
+        self._stage = STAGES[config.stage]
+        self._schedule = Schedule(self._stage)
+        self._control = control_group(self.device)
+        self._sharded: list[_Sharded] = []
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._successors: Any = _torch.WeakTensorKeyDictionary()
+        self._listeners: list[Callable[[str], None]] = []
+        self._backward_ran = False
+        self._window_pending = False
+        _torch.guard_partial_reads()
+
+    # ---------------------------------------------------------------- models and optimizers
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The sharded models, in the order they were sharded."""
+        return [sharded.model for sharded in self._sharded]
+
+    @property
+    def shard_size(self) -> int:
+        """Number of ranks that one copy of the parameters is spread over."""
+        return self.device_mesh.size(self.device_mesh.ndim - 1)
+
+    def shard(
+        self,
+        model: ModelT,
+        *,
+        cast_inputs: bool = True,
+        forward_methods: Sequence[str] = (),
+        child_units: bool = False,
+    ) -> ModelT:
+        """Shard a model in place. Collective.
+
+        Every rank takes rank 0's weights and buffers; a model built on meta is initialised; the
+        parameters move to the engine's device unit by unit. With a low `param_dtype` trainable
+        parameters are kept in fp32 and frozen ones in the dtype they came in.
+
+        Args:
+            model: The module; the same object is returned, and keeps its class name.
+            cast_inputs: Cast float inputs of the root to `param_dtype`. False suits autocast,
+                which casts where it has to, and keeps float targets exact.
+            forward_methods: Other methods of the model that compute with its parameters.
+            child_units: Make every direct child with parameters a unit of its own, so that no
+                gathered copy outlives a child's forward (several optimizers by hand need it).
+
+        Raises:
+            ModelError: When the model cannot be sharded, or differs between ranks.
+        """
+        if any(model is known for known in self.models):
+            return model
+        refuse_unshardable(model)
+        before = list(model.named_parameters(remove_duplicate=False))
+        plan = plan_units(
+            model,
+            self.config.units,  # type: ignore[arg-type]
+            child_units=child_units,
+            master_dtype=torch.float32 if self._precision.keeps_masters else None,
+        )
+        if self.config.activation_checkpointing:
+            checkpoint_activations(model, plan.blocks)
+        shard_model(
+            model,
+            plan,
+            self.device_mesh,
+            self._stage,
+            self._precision,
+            self.device,
+            cast_inputs=cast_inputs,
+            forward_methods=forward_methods,
+            prefetch=self.config.prefetch,
+        )
+        after = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in before:
+            self._successors[parameter] = after[name]
+        assert isinstance(model, FSDPModule)
+        self._schedule.attach(model)
+        self._adopt(model, forward_methods)
+        return model
+
+    def forget(self, model: nn.Module) -> None:
+        """Stop keeping a sharded model, so that its memory goes when the caller drops it."""
+        self._sharded = [s for s in self._sharded if s.model is not model]
+        self._schedule.detach(model)
+
+    def _adopt(self, model: nn.Module, forward_methods: Sequence[str]) -> None:
+        replicated = [p for p in model.parameters() if not isinstance(p, DTensor)]
+        agreement = Agreement(
+            model,
+            replicated,
+            self._control,
+            check_order=self.check_order,
+            on_backward=self._on_backward,
+        )
+        calls = RootCalls(
+            model,
+            self._stage,
+            forward_methods,
+            on_enter=agreement.window_opens,
+            on_exit=functools.partial(self._emit, "after_forward"),
+        )
+        if self._stage.reshard_after_forward:
+            KeptOutputs(m for m in model.modules() if isinstance(m, FSDPModule))
+        sharded = _Sharded(model, calls, agreement)
+        sharded.replicated = replicated
+        self._sharded.append(sharded)
+        model.zero_grad = functools.partial(  # type: ignore[method-assign]
+            self._zero_grad, model.zero_grad, lambda: None
+        )
+
+    def prepare_optimizer(self, optimizer: OptimizerT) -> OptimizerT:
+        """Make an optimizer train the sharded parameters. In place, idempotent.
+
+        Parameters that it holds from before `shard` are replaced by their shards; groups, their
+        options and state made so far are kept.
+
+        Args:
+            optimizer: Any `torch.optim` optimizer over parameters of sharded models.
+
+        Raises:
+            OptimizerError: When it holds a parameter of no sharded model, or none at all.
+        """
+        if optimizer in self._optimizers:
+            self._refuse_strangers(optimizer)
+            return optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(
+                f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}: unwrap it."
+            )
+        if not self._sharded:
+            raise OptimizerError("Expected engine.shard(model) before prepare_optimizer().")
+        for group in optimizer.param_groups:
+            group["params"] = [self._succeed(optimizer, p) for p in group["params"]]
+        self._refuse_strangers(optimizer)
+        if not any(group["params"] for group in optimizer.param_groups):
+            raise OptimizerError(
+                "Expected an optimizer with parameters, got one whose groups are all empty."
+            )
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.zero_grad = functools.partial(  # type: ignore[method-assign]
+            self._zero_grad,
+            optimizer.zero_grad,
+            lambda: {id(p) for group in optimizer.param_groups for p in group["params"]},
+        )
+        self._optimizers.add(optimizer)
+        return optimizer
+
+    def _succeed(self, optimizer: torch.optim.Optimizer, old: nn.Parameter) -> nn.Parameter:
+        new: nn.Parameter | None = self._successors.get(old)
+        if new is None or new is old:
+            return old
+        if old in optimizer.state:
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {
+                key: _shard_like(value, new, old.shape) for key, value in state.items()
+            }
+        return new
+
+    def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+        known = {id(p) for model in self.models for p in self._resting_parameters(model)}
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise OptimizerError(
+                        f"Expected {type(optimizer).__name__} to hold parameters of the sharded "
+                        f"model, but parameter {position} of group {index} "
+                        f"(shape {tuple(parameter.shape)}) is not one of them: it would train "
+                        "nothing. Build the optimizer from model.parameters() of this very "
+                        "model, before or after sharding."
+                    )
+
+    def _resting_parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        replicated = next(s.replicated for s in self._sharded if s.model is model)
+        return [*_torch.managed_parameters(model), *replicated]
+
+    # ---------------------------------------------------------------- the step
+
+    @contextmanager
+    def micro_step(self, last: bool = True) -> Iterator[None]:
+        """Run one micro-batch's forward and backward inside this context.
+
+        Args:
+            last: Whether it is the last micro-batch before the optimizer step. Outside any
+                `micro_step` each backward counts as the last.
+        """
+        self._schedule.begin(last)
+        try:
+            yield
+            self.after_backward()
+        finally:
+            self._schedule.begin(True)
+
+    def after_backward(self) -> None:
+        """Complete a backward that ran outside `micro_step`. Collective; harmless if repeated.
+
+        An optimizer step or a clip does it too, where it was left out.
+
+        Raises:
+            ScheduleError: On every rank, when the ranks used different units.
+        """
+        if not self._backward_ran:
+            return
+        self._backward_ran = False
+        self._window_pending = not self._schedule.last
+        if self._schedule.last:
+            for sharded in self._sharded:
+                sharded.agreement.window_closes()
+        self._emit("after_backward")
+
+    def _on_backward(self) -> None:
+        self._backward_ran = True
+
+    def _require_boundary(self, what: str) -> None:
+        self.after_backward()
+        if self._window_pending:
+            raise ScheduleError(
+                f"Expected {what} after the last micro-batch of a window, but the latest one ran "
+                "under micro_step(last=False), so its gradients are not reduced over the ranks. "
+                "Run the window's last micro-batch with last=True, or drop the window with "
+                "optimizer.zero_grad()."
+            )
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
+        if closure is None:
+            self._require_boundary("optimizer.step()")
+            return args, kwargs
+
+        @functools.wraps(closure)
+        def complete() -> Any:
+            result = closure()
+            self._require_boundary("optimizer.step()")
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": complete}
+        return (args[0], complete, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.reshard()
+        self._emit("after_step")
+
+    def _zero_grad(
+        self,
+        original: Callable[..., None],
+        only: Callable[[], set[int] | None],
+        set_to_none: bool = True,
+    ) -> None:
+        original(set_to_none=set_to_none)
+        if self._window_pending:
+            for model in self.models:
+                _torch.drop_unreduced_gradients(model, only())
+            if not any(_torch.has_unreduced_gradients(model) for model in self.models):
+                self._window_pending = False
+                for sharded in self._sharded:
+                    sharded.agreement.reset()
+
+    # ---------------------------------------------------------------- gradients
+
+    def grad_norm(
+        self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0
+    ) -> float:
+        """Return the norm of all gradients together, the same on every rank. Collective.
+
+        Args:
+            parameters: Sharded parameters; None means those of every model.
+            norm_type: p of the p-norm; may be `math.inf`.
+
+        Raises:
+            ScheduleError: In the middle of an accumulation window.
+        """
+        return self._norm(self._clip_targets(parameters), norm_type)
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        parameters: Iterable[torch.Tensor] | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> float:
+        """Scale gradients so that their global norm is at most `max_norm`. Collective.
+
+        Args:
+            max_norm: Largest norm allowed.
+            parameters: Sharded parameters; None means those of every model.
+            norm_type: p of the p-norm; may be `math.inf`.
+            error_if_nonfinite: Raise when the norm is NaN or infinite.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            ScheduleError: In the middle of an accumulation window.
+            RuntimeError: On every rank, for a norm that is not finite, if asked for.
+        """
+        targets = self._clip_targets(parameters)
+        norm = self._norm(targets, norm_type)
+        if error_if_nonfinite and not torch.isfinite(torch.tensor(norm)):
+            raise RuntimeError(
+                f"The gradient norm of order {norm_type} is {norm}, so it cannot be clipped."
+            )
+        grads.scale_to_norm(targets, norm, max_norm)
+        return norm
+
+    def clip_grad_value(
+        self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None
+    ) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value].
+
+        Raises:
+            ScheduleError: In the middle of an accumulation window.
+        """
+        grads.clip_by_value(self._clip_targets(parameters), clip_value)
+
+    def _norm(self, targets: list[torch.Tensor], norm_type: float) -> float:
+        group = self.device_mesh.get_group(self.device_mesh.ndim - 1)
+        return grads.global_norm(targets, norm_type, group)
+
+    def _clip_targets(self, parameters: Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
+        self._require_boundary("clipping")
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        if parameters is None:
+            return [p for model in self.models for p in self._resting_parameters(model)]
+        return [self._successors.get(p, p) for p in parameters]
+
+    # ---------------------------------------------------------------- whole parameters
+
+    @contextmanager
+    def gathered(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Hold parameters whole on every rank, to be read. Collective.
+
+        Inside the context many forwards without gradients cost one gather. Writes are lost.
+
+        Args:
+            model: One of the sharded models; None means all.
+        """
+        chosen = [s for s in self._sharded if model is None or s.model is model]
+        if not chosen:
+            raise ModelError("Expected a model that this engine sharded.")
+        for sharded in chosen:
+            sharded.calls.keep_gathered = True
+            for module in sharded.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_reshard_after_forward(False, recurse=False)
+                    module.unshard()
+        try:
+            yield
+        finally:
+            for sharded in chosen:
+                sharded.calls.keep_gathered = False
+                for module in sharded.model.modules():
+                    if isinstance(module, FSDPModule) and module is not sharded.model:
+                        module.set_reshard_after_forward(
+                            self._stage.reshard_after_forward, recurse=False
+                        )
+                _torch.reshard_all(sharded.model)
+
+    def full_state_dict(
+        self, model: nn.Module | None = None, *, rank0_only: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Return whole parameters and persistent buffers on the CPU. Collective.
+
+        Args:
+            model: One of the sharded models; None means the only one.
+            rank0_only: Other ranks get an empty dictionary.
+        """
+        model = self._one_model(model)
+        self.reshard()
+        keep = self.rank == 0 or not rank0_only
+        whole: dict[str, torch.Tensor] = {}
+        for name, value in model.state_dict().items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if keep:
+                whole[name] = full.detach().to("cpu", copy=not isinstance(value, DTensor))
+        return whole
+
+    def _one_model(self, model: nn.Module | None) -> nn.Module:
+        if model is None:
+            if len(self._sharded) != 1:
+                raise ModelError(f"Expected a model, as {len(self._sharded)} are sharded.")
+            return self.models[0]
+        if not any(model is known for known in self.models):
+            raise ModelError("Expected a model that this engine sharded.")
+        return model
+
+    def reshard(self) -> None:
+        """Drop all gathered copies, so that every parameter is its shard again."""
+        for model in self.models:
+            _torch.reshard_all(model)
+
+    def reset(self) -> None:
+        """Return to rest after an exception in a forward or backward.
+
+        The window under way is lost: its gradients are dropped on this rank. Call it on every
+        rank before training goes on.
+        """
+        for sharded in self._sharded:
+            _torch.reset_iteration(sharded.model)
+            _torch.reshard_all(sharded.model)
+            _torch.drop_unreduced_gradients(sharded.model)
+            for parameter in self._resting_parameters(sharded.model):
+                parameter.grad = None
+            sharded.agreement.reset()
+            sharded.calls.reset()
+        self._backward_ran = False
+        self._window_pending = False
+        self._schedule.begin(True)
+
+    # ---------------------------------------------------------------- memory
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that this rank holds now, by kind; buffers are not counted."""
+        kinds: dict[str, list[torch.Tensor]] = {
+            "master_shards": [],
+            "gathered": [],
+            "gradients": [],
+            "optimizer_state": [],
+        }
+        for sharded in self._sharded:
+            kinds["master_shards"] += _torch.master_tensors(sharded.model)
+            kinds["master_shards"] += [p.data for p in sharded.replicated]
+            kinds["gathered"] += _torch.gathered_tensors(sharded.model)
+            kinds["gradients"] += _torch.gradient_tensors(sharded.model)
+            kinds["gradients"] += [p.grad for p in sharded.replicated if p.grad is not None]
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                kinds["optimizer_state"] += [
+                    v for v in state.values() if isinstance(v, torch.Tensor)
+                ]
+        return {kind: _torch.storage_bytes(tensors) for kind, tensors in kinds.items()}
+
+    def add_phase_listener(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with "after_forward", "after_backward" and "after_step"."""
+        self._listeners.append(listener)
+
+    def remove_phase_listener(self, listener: Callable[[str], None]) -> None:
+        """Stop calling `listener`."""
+        self._listeners.remove(listener)
+
+    def _emit(self, phase: str) -> None:
+        for listener in tuple(self._listeners):
+            listener(phase)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(
+        self,
+        path: PathLikeStr,
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        extra: Mapping[str, Any] | None = None,
+        side_files: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write models, optimizers and each rank's random state into a new folder. Collective.
+
+        The folder appears at once and whole; an older one at `path` is replaced.
+
+        Args:
+            path: The folder; rank 0's counts.
+            optimizers: Prepared optimizers.
+            extra: Anything else, made of plain types and tensors; rank 0's is kept.
+            side_files: Called on every rank with the folder being written, to add files to it.
+
+        Raises:
+            CheckpointError: On every rank, when a rank could not write.
+        """
+        from shardplug.checkpoint import state_of_model, state_of_optimizer, together, write
+
+        models, states = together(
+            lambda: (
+                [state_of_model(model) for model in self.models],
+                [state_of_optimizer(self.models, optimizer) for optimizer in optimizers],
+            ),
+            "Saving",
+        )
+        write(
+            path,
+            models=models,
+            optimizers=states,
+            meta={"extra": dict(extra or {})},
+            run=self.describe_run(),
+            side_files=side_files,
+        )
+
+    def describe_run(self) -> dict[str, Any]:
+        """Return what a manifest says about the layout of this run."""
+        return {
+            "stage": self.config.stage,
+            "replicate_size": self.config.replicate_size,
+            "world_size": self.world_size,
+        }
+
+    def load(
+        self,
+        path: PathLikeStr,
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        strict: bool = True,
+        rng: bool = True,
+    ) -> dict[str, Any]:
+        """Read a folder written at any stage, world size or by any adapter. Collective.
+
+        Args:
+            path: The folder; rank 0's counts.
+            optimizers: Prepared optimizers, in the order they were saved.
+            strict: Refuse missing and unexpected names; False loads what matches and warns of
+                the others by name.
+            rng: Restore each rank's random state when the world size is the saved one.
+
+        Returns:
+            The `extra` given to `save`.
+
+        Raises:
+            CheckpointError: When the folder is no checkpoint, is incomplete or does not match.
+        """
+        from shardplug.checkpoint import Reader
+
+        reader = Reader(path)
+        reader.load(self, optimizers, strict=strict)
+        if rng:
+            reader.restore_rng()
+        return dict(reader.meta.get("extra", {}))
+
+
+def _shard_like(value: Any, parameter: nn.Parameter, old_shape: torch.Size) -> Any:
+    """Shard a whole state tensor like its parameter; rank 0's values count."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if (
+        isinstance(value, torch.Tensor)
+        and isinstance(parameter, DTensor)
+        and value.shape == old_shape
+        and value.ndim > 0
+    ):
+        return distribute_tensor(
+            value.to(parameter.device_mesh.device_type), parameter.device_mesh, parameter.placements
+        )
+    return value

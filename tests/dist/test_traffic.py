@@ -1,0 +1,64 @@
+"""Bytes moved per optimizer step equal the stage table exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardplug import ZeroConfig, ZeroEngine
+from tests.support.models import TinyLM, lm_loss, tokens
+from tests.support.pool import RankPool
+from tests.support.traffic import Traffic
+
+
+def count(stage: int, micros: int, param_dtype: str | None) -> dict[str, int]:
+    """Return the bytes of one optimizer step and the padded parameter count."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = TinyLM(width=8, hidden=12)
+    engine = ZeroEngine(ZeroConfig(stage=stage, param_dtype=param_dtype))  # type: ignore[arg-type]
+    engine.shard(model)
+    optimizer = engine.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    padded = sum(
+        -(-p.shape[0] // world_size) * world_size * p.numel() // p.shape[0]
+        for p in model.parameters()
+        if p.ndim
+    )
+    found: dict[str, int] = {}
+    for step in range(2):  # the first one makes optimizer state
+        traffic = Traffic()
+        with traffic:
+            for micro in range(micros):
+                with engine.micro_step(last=micro == micros - 1):
+                    batch = tokens(step, micro, rank, batch=1, length=4)
+                    lm_loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = dict(traffic.bytes)
+    return {**found, "padded": padded, "managed": sum(1 for p in model.parameters() if p.ndim)}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("param_dtype", [None, "bf16"], ids=["fp32", "bf16"])
+def test_bytes_per_step_equal_the_table(
+    pool: RankPool, world_size: int, param_dtype: str | None
+) -> None:
+    sent = 2 if param_dtype else 4
+    for stage in (1, 2, 3):
+        for micros in (1, 4):
+            found = pool.run(count, world_size, stage, micros, param_dtype)[0]
+            gathers = 2 * micros if stage == 3 else 1
+            reduces = 1 if stage == 1 else micros
+            case = (stage, micros, found)
+            assert found["gather"] == gathers * found["padded"] * sent, case
+            # gradients are reduced in fp32, also where bf16 is computed
+            assert found["reduce"] == reduces * found["padded"] * 4, case
+            # One message of 8 bytes a rank before each collective (CPU ranks only), and one of 8
+            # bytes a parameter per window; the 0-dim parameter is averaged by itself.
+            collectives = 4 * (gathers + reduces) + 1
+            expected = collectives * 8 * world_size + 8 * (1 + found["managed"])
+            assert found["agreement"] == expected, case
+            assert found["allreduce_"] == 8, case
+            assert set(found) == {
+                "gather", "reduce", "agreement", "allreduce_", "padded", "managed"
+            }, case

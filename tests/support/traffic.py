@@ -1,0 +1,43 @@
+"""Counts the bytes that collectives carry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Traffic(TorchDispatchMode):
+    """Sums the whole buffer of each collective issued on this rank, by kind.
+
+    "gather": bytes of the gathered buffer. "reduce": bytes of the buffer that is reduced and
+    scattered (an all-to-all of it, on CPU ranks). Messages of int64, with which ranks agree, are
+    counted apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self._count(name.removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        if name in ("barrier", "monitored_barrier_"):
+            return
+        tensors = [a for a in args if isinstance(a, torch.Tensor)] or list(args[0])
+        if all(t.dtype == torch.int64 for t in tensors):
+            self.bytes["agreement"] += max(t.numel() * 8 for t in tensors)
+            return
+        kind = {"_allgather_base_": "gather", "alltoall_base_": "reduce"}.get(name, name)
+        self.bytes[kind] += max(t.numel() * t.element_size() for t in tensors)
