@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardplug.config import ZeroConfig
 from shardplug.core import _torch, grads
 from shardplug.core.agreement import Agreement, control_group
+from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.precision import Precision
@@ -81,18 +82,15 @@ class ZeroEngine:
         check_mesh(device_mesh, config.replicate_size)
         self.config = config
         self.device_mesh = device_mesh
-        self.device = (
-            torch.device("cpu") if device_mesh.device_type == "cpu" else current_device()
-        )
+        self.device = torch.device("cpu") if device_mesh.device_type == "cpu" else current_device()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.check_order = self.device.type == "cpu"
-        """Compare the ranks' order before every collective; set it before `shard`."""
         self._precision = Precision.of(config)
         self._stage = STAGES[config.stage]
         self._schedule = Schedule(self._stage)
         self._control = control_group(self.device)
         self._sharded: list[_Sharded] = []
+        self._num_sharded = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._successors: Any = _torch.WeakTensorKeyDictionary()
         self._listeners: list[Callable[[str], None]] = []
@@ -143,7 +141,7 @@ class ZeroEngine:
         before = list(model.named_parameters(remove_duplicate=False))
         plan = plan_units(
             model,
-            self.config.units,  # type: ignore[arg-type]
+            self.config.units,
             child_units=child_units,
             master_dtype=torch.float32 if self._precision.keeps_masters else None,
         )
@@ -179,7 +177,8 @@ class ZeroEngine:
             model,
             replicated,
             self._control,
-            check_order=self.check_order,
+            self.device,
+            self._num_sharded,
             on_backward=self._on_backward,
         )
         calls = RootCalls(
@@ -189,8 +188,11 @@ class ZeroEngine:
             on_enter=agreement.window_opens,
             on_exit=functools.partial(self._emit, "after_forward"),
         )
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        UnitArguments(units, resharded=self._stage.reshard_after_forward)
         if self._stage.reshard_after_forward:
-            KeptOutputs(m for m in model.modules() if isinstance(m, FSDPModule))
+            KeptOutputs(units)
+        self._num_sharded += 1
         sharded = _Sharded(model, calls, agreement)
         sharded.replicated = replicated
         self._sharded.append(sharded)

@@ -23,30 +23,35 @@ __all__ = [
     "BackwardWatch",
     "GradScaler",
     "WeakTensorKeyDictionary",
+    "after_root_backward",
     "all_gather_flat",
+    "announce_collectives",
     "drop_unreduced_gradients",
     "gathered_tensors",
     "gradient_tensors",
     "guard_partial_reads",
     "has_unreduced_gradients",
     "is_root_ready",
+    "leave_unused_inputs_alone",
     "local_tensor",
     "managed_parameters",
     "master_tensors",
+    "may_reduce_late",
     "register_extra_outputs",
     "reset_iteration",
     "reshard_all",
     "reshard_own",
+    "set_collectives",
     "set_gather_ahead",
     "storage_bytes",
-    "watch_collectives",
+    "unit_groups",
 ]
 
 
 # torch 2.13 renamed it and deprecated the old name.
-all_gather_flat: Callable[..., Any] = getattr(
-    dist, "all_gather_single", None
-) or dist.all_gather_into_tensor
+all_gather_flat: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 
 
 def _param_groups(root: nn.Module) -> Iterator[Any]:
@@ -212,34 +217,76 @@ def register_extra_outputs(unit: nn.Module, tensors: Iterable[torch.Tensor]) -> 
         state._register_pre_backward_hook(tensor)
 
 
-def watch_collectives(
-    root: nn.Module,
-    before: Callable[[str, int], None],
-    units: list[str],
-    names: dict[nn.Module, str],
-) -> None:
-    """Call `before(kind, unit)` ahead of each gather ("gather") and reduction ("reduce").
+def leave_unused_inputs_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give no gradient, instead of zeros, to inputs that the unit turns out not to use.
 
-    Args:
-        root: The sharded model.
-        before: Called on every rank with the unit's index.
-        units: Filled with the units' names, in the order of the indices.
-        names: Name of each module.
+    FSDP2 passes the inputs of a unit through an autograd function of its own.
     """
-    for index, group in enumerate(_param_groups(root)):
-        units.append(names.get(group.modules[0], "the root"))
-        group._all_gather_comm = _Announced(
-            group._all_gather_comm, functools.partial(before, "gather", index)
+    for value in (*args, *kwargs.values()):
+        node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
+        if type(node).__name__ == "RegisterPostBackwardFunctionBackward":
+            node.set_materialize_grads(False)
+            return  # one function takes all inputs
+
+
+def unit_groups(root: nn.Module) -> list[tuple[str, Any]]:
+    """Return (module name, FSDP2 parameter group) of every unit, in a fixed order."""
+    names = {module: name or "the root" for name, module in root.named_modules()}
+    return [(names.get(group.modules[0], "the root"), group) for group in _param_groups(root)]
+
+
+def set_collectives(group: Any, gather: Any, reduce: Any) -> None:
+    """Give a parameter group its own all-gather and reduce-scatter."""
+    group._all_gather_comm = gather
+    group._reduce_scatter_comm = reduce
+
+
+def announce_collectives(group: Any, before: Callable[[str], object]) -> None:
+    """Call `before("gather")` or `before("reduce")` ahead of a group's own collectives."""
+    set_collectives(
+        group,
+        _Announced(group._all_gather_comm, functools.partial(before, "gather")),
+        _Announced(group._reduce_scatter_comm, functools.partial(before, "reduce")),
+    )
+
+
+def may_reduce_late(group: Any, dtype: torch.dtype) -> bool:
+    """Whether the result of the group's reduction in `dtype` is read only after the backward.
+
+    FSDP2 then takes views of the result for gradients. It reads it at once to add it to earlier
+    gradients, to cast it, to reduce it over replicas, or to hand it to hooks.
+    """
+    return (
+        dtype == group._orig_dtype
+        and not group._is_hsdp
+        and group._all_reduce_hook is None
+        and all(
+            param.sharded_param.grad is None
+            and not getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
+            for param in group.fsdp_params
         )
-        group._reduce_scatter_comm = _Announced(
-            group._reduce_scatter_comm, functools.partial(before, "reduce", index)
-        )
+    )
+
+
+def after_root_backward(root: nn.Module, action: Callable[[], None]) -> None:
+    """Call `action` at the end of every backward through the model, before it returns."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            original = state._root_post_backward_final_callback
+            final = functools.partial(_both, original, action)
+            state._root_post_backward_final_callback = final  # type: ignore[method-assign]
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 class _Announced:
     """A collective that says when it starts."""
 
-    def __init__(self, comm: Any, before: Callable[[], None]) -> None:
+    def __init__(self, comm: Any, before: Callable[[], object]) -> None:
         self._comm = comm
         self._before = before
 
@@ -269,6 +316,8 @@ class BackwardWatch:
 
     def _post_backward(self, group: Any, original: Callable[..., None], *unused: Any) -> None:
         self._on_backward()
+        if not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
+            return  # never gathered, so that torch would look for gradients on no copy
         trainable = [
             param
             for param in group.fsdp_params

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardplug.core._torch import (
-    BackwardWatch,
-    all_gather_flat,
-    managed_parameters,
-    watch_collectives,
-)
-from shardplug.errors import ScheduleError
+from shardplug.core import _torch
+from shardplug.core.order import Order
+from shardplug.core.peer import InFlight, PeerGather, PeerReduce
 
 __all__ = ["Agreement", "control_group"]
 
@@ -37,15 +33,15 @@ class Agreement:
 
     - After the last backward of a window, gradients of parameters that FSDP2 does not shard are
       averaged, and parameters that no rank used lose the zero gradient they were given.
-    - Ranks that gather or reduce different units would exchange the wrong bytes, or wait for
-      each other for ever. With `check_order` each collective is preceded by a message of 8 bytes
-      a rank; without it the order is compared once per window, before the optimizer can step.
+    - Ranks must gather and reduce the same units in the same order; where they part, every rank
+      gets an error (see `Order`). On CPU ranks the collectives are direct messages (see `peer`).
 
     Args:
         root: The sharded model.
         replicated: Parameters that every rank holds whole.
         group: The CPU-side group over all ranks.
-        check_order: Compare before every collective.
+        device: Where the model is.
+        index: Number of the model within the engine.
         on_backward: Called when a backward reaches a unit.
     """
 
@@ -54,51 +50,36 @@ class Agreement:
         root: nn.Module,
         replicated: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
-        *,
-        check_order: bool,
+        device: torch.device,
+        index: int,
         on_backward: Callable[[], None],
     ) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
-        self._parameters = managed_parameters(root)
+        self._parameters = _torch.managed_parameters(root)
         self._replicated = [p for p in replicated if p.is_floating_point()]
-        self._watch = BackwardWatch(root, on_backward)
-        self._order = 0
-        self._check_order = check_order and self._world_size > 1
+        self._watch = _torch.BackwardWatch(root, on_backward)
         self._without_grad: list[nn.Parameter] | None = None
-        names = {module: name or "the root" for name, module in root.named_modules()}
-        self._units: list[str] = []
+        self._order = Order(group, compare=device.type == "cpu", first_code=index << 16)
+        self._in_flight = InFlight()
         if self._world_size > 1:
-            watch_collectives(root, self._before_collective, self._units, names)
+            self._direct_collectives(root, device)
 
-    def _before_collective(self, kind: str, unit: int) -> None:
-        code = unit * 2 + (kind == "reduce")
-        # A running checksum, kept below 2**31 so that the sum over ranks stays exact.
-        self._order = zlib.crc32(code.to_bytes(4, "little"), self._order) & 0x7FFFFFFF
-        if self._check_order:
-            self._compare(code)
-
-    def _compare(self, code: int) -> None:
-        mine = torch.tensor([code], dtype=torch.int64)
-        everyone = torch.empty(self._world_size, dtype=torch.int64)
-        all_gather_flat(everyone, mine, group=self._group)
-        if bool((everyone == code).all()):
-            return
-        raise ScheduleError(self._diverged(everyone.tolist()))
-
-    def _diverged(self, codes: list[int]) -> str:
-        def describe(code: int) -> str:
-            if code < 0:
-                return "had finished its backward"
-            verb = "reduces the gradients of" if code % 2 else "gathers"
-            return f"{verb} {self._units[code // 2]}"
-
-        rows = "; ".join(f"rank {rank} {describe(code)}" for rank, code in enumerate(codes))
-        return (
-            f"Expected every rank to use the same units in the same order, but {rows}. A branch "
-            "that only some ranks take must not be a unit of its own: leave its class out of "
-            "`units`, or run it on every rank (for example with an empty input times zero)."
-        )
+    def _direct_collectives(self, root: nn.Module, device: torch.device) -> None:
+        for unit, (name, group) in enumerate(_torch.unit_groups(root)):
+            self._order.units.append(name)
+            if device.type == "cpu":
+                may_wait = functools.partial(_torch.may_reduce_late, group)
+                _torch.set_collectives(
+                    group,
+                    PeerGather(self._order, unit),
+                    PeerReduce(self._order, unit, self._in_flight, may_wait),
+                )
+            else:
+                _torch.announce_collectives(
+                    group, functools.partial(self._order.announce, unit=unit)
+                )
+        _torch.after_root_backward(root, self._in_flight.complete)
 
     def window_opens(self) -> None:
         """Remember which parameters have no gradient before the window's first forward."""
@@ -115,8 +96,7 @@ class Agreement:
         fresh = self._without_grad or []
         self._without_grad = None
         if self._world_size > 1:
-            if self._check_order:
-                self._compare(-1)
+            self._order.end()
             used = self._agree_on_used()
         else:
             used = self._watch.used
@@ -124,21 +104,15 @@ class Agreement:
             if id(parameter) not in used:
                 parameter.grad = None
         self._watch.used.clear()
-        self._order = 0
+        self._order.restart()
 
     def _agree_on_used(self) -> set[int]:
         message = torch.zeros(1 + len(self._parameters), dtype=torch.int64)
-        message[0] = self._order
+        message[0] = self._order.checksum
         for index, parameter in enumerate(self._parameters):
             message[1 + index] = id(parameter) in self._watch.used
         dist.all_reduce(message, group=self._group)
-        if int(message[0]) != self._order * self._world_size:
-            raise ScheduleError(
-                "Expected every rank to gather and reduce the same units in the same order in "
-                "this window, but the ranks' orders differ: gradients of different units may "
-                "have been mixed. A branch that only some ranks take must not be a unit of its "
-                "own: leave its class out of `units`."
-            )
+        self._order.require_same(int(message[0]))
         flags = message[1:].tolist()
         return {id(p) for p, count in zip(self._parameters, flags, strict=True) if count}
 
@@ -170,6 +144,6 @@ class Agreement:
     def reset(self) -> None:
         """Forget a window that was not completed."""
         self._without_grad = None
+        self._in_flight.complete()
         self._watch.used.clear()
-        self._order = 0
-
+        self._order.restart()

@@ -41,7 +41,7 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module]) -> Non
             covered.update(module.modules())
     for block in blocks:
         if block not in covered:
-            block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+            block.forward = _recomputed(block.forward)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,9 +51,7 @@ def _group_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def _power_sum(
-    tensors: list[torch.Tensor], norm_type: float, device: torch.device
-) -> torch.Tensor:
+def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -40,6 +40,7 @@ class Schedule:
             self._apply(root)
 
     def _apply(self, root: FSDPModule) -> None:
+        # set_is_last_backward stays True: it would keep the last unit's whole gradients alive
+        # between micro-batches, to save one wait.
         root.set_requires_gradient_sync(self.last or self._stage.reduce_every_backward)
         root.set_reshard_after_backward(self.last or self._stage.reshard_every_backward)
-        root.set_is_last_backward(self.last)

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from shardplug.core._torch import set_gather_ahead
-from shardplug.core.collectives import AllToAllReduceScatter
 from shardplug.core.precision import Precision
 from shardplug.core.stage import Stage
 from shardplug.core.units import UnitPlan
@@ -94,7 +93,7 @@ def shard_model(
         if not callable(getattr(model, name, None)):
             raise ModelError(f"Expected {type(model).__name__} to have a method {name!r}.")
         register_fsdp_forward_method(model, name)
-    _tune_collectives(model, plan, device, prefetch)
+    _gather_ahead(model, plan, device, prefetch)
 
 
 def _upcast_masters(modules: list[nn.Module], precision: Precision) -> None:
@@ -126,18 +125,12 @@ def _warn_low_masters(model: nn.Module, precision: Precision) -> None:
         )
 
 
-def _tune_collectives(
-    model: nn.Module, plan: UnitPlan, device: torch.device, prefetch: int
-) -> None:
-    units = [model, *plan.modules]
-    if device.type == "cpu":
-        for unit in units:
-            assert isinstance(unit, FSDPModule)
-            unit.set_custom_reduce_scatter(AllToAllReduceScatter())
-        set_gather_ahead(model)
+def _gather_ahead(model: nn.Module, plan: UnitPlan, device: torch.device, prefetch: int) -> None:
     if prefetch < 1:
         return
-    blocks = [block for block in plan.blocks if isinstance(block, FSDPModule)]
+    if device.type == "cpu":
+        set_gather_ahead(model)
+    blocks: list[FSDPModule] = [b for b in plan.blocks if isinstance(b, FSDPModule)]
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch])
         block.set_modules_to_backward_prefetch(blocks[max(0, index - prefetch) : index][::-1])

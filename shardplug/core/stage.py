@@ -39,8 +39,6 @@ STAGES: dict[int, Stage] = {
     1: Stage(
         reshard_after_forward=False, reshard_every_backward=False, reduce_every_backward=False
     ),
-    2: Stage(
-        reshard_after_forward=False, reshard_every_backward=False, reduce_every_backward=True
-    ),
+    2: Stage(reshard_after_forward=False, reshard_every_backward=False, reduce_every_backward=True),
     3: Stage(reshard_after_forward=True, reshard_every_backward=True, reduce_every_backward=True),
 }

@@ -140,10 +140,11 @@ def _untied_embeddings(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Mod
     inside = {inner for block in blocks for inner in block.modules()}
     owners = _owners(model)
     for module in model.modules():
-        if not hasattr(module, "_no_split_modules") or not hasattr(module, "get_input_embeddings"):
+        get_embeddings = getattr(module, "get_input_embeddings", None)
+        if not hasattr(module, "_no_split_modules") or not callable(get_embeddings):
             continue
         try:
-            embedding = module.get_input_embeddings()
+            embedding = get_embeddings()
         except NotImplementedError:  # models without token embeddings declare it so
             continue
         if not isinstance(embedding, nn.Module) or embedding in inside:

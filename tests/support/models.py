@@ -29,7 +29,7 @@ class TinyLM(nn.Module):
     def __init__(self, *, width: int = 18, hidden: int = 37, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        nn.init.normal_(self.embed.weight, std=0.05)  # as language models do; 1.0 is ill-conditioned
+        nn.init.normal_(self.embed.weight, std=0.05)  # language models do; 1.0 is ill-conditioned
         self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(3))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCAB, bias=False)

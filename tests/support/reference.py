@@ -63,9 +63,7 @@ def train_whole(
             loss.backward()
             total += float(loss.detach())
         trace.losses.append(total)
-        trace.norms.append(
-            float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
-        )
+        trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
         optimizer.step()
         if optimizer_name == "adamw":
             _mark_noise(trace, model, optimizer)

@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Traffic(TorchDispatchMode):
-    """Sums the whole buffer of each collective issued on this rank, by kind.
+    """Sums the bytes that this rank sends, by kind.
 
-    "gather": bytes of the gathered buffer. "reduce": bytes of the buffer that is reduced and
-    scattered (an all-to-all of it, on CPU ranks). Messages of int64, with which ranks agree, are
-    counted apart.
+    "gather" and "reduce" are the messages of CPU ranks, told apart by their tags. Messages of
+    int64, with which ranks agree, are counted apart, as the bytes of the whole exchange.
     """
 
     def __init__(self) -> None:
@@ -35,9 +34,14 @@ class Traffic(TorchDispatchMode):
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         if name in ("barrier", "monitored_barrier_"):
             return
+        if name == "recv_":
+            return
+        if name == "send":
+            (tensor,), _, _, tag = args
+            self.bytes["reduce" if tag % 2 else "gather"] += tensor.numel() * tensor.element_size()
+            return
         tensors = [a for a in args if isinstance(a, torch.Tensor)] or list(args[0])
         if all(t.dtype == torch.int64 for t in tensors):
             self.bytes["agreement"] += max(t.numel() * 8 for t in tensors)
             return
-        kind = {"_allgather_base_": "gather", "alltoall_base_": "reduce"}.get(name, name)
-        self.bytes[kind] += max(t.numel() * t.element_size() for t in tensors)
+        self.bytes[name] += max(t.numel() * t.element_size() for t in tensors)

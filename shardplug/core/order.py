@@ -1,0 +1,129 @@
+"""Keeps the ranks' collectives in one order, or says where they parted."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardplug.core._torch import all_gather_flat
+from shardplug.errors import ScheduleError
+
+__all__ = ["Check", "Order"]
+
+_END = -1
+_ADVICE = (
+    "A branch that only some ranks take must not be a unit of its own: leave its class out of "
+    "`units`, or run it on every rank (for example with an empty input times zero)."
+)
+
+
+class Check:
+    """A comparison of all ranks' next collective that is under way."""
+
+    def __init__(self, order: Order, code: int, everyone: torch.Tensor | None, work: Any) -> None:
+        self._order = order
+        self._code = code
+        self._everyone = everyone
+        self._work = work
+
+    def confirm(self) -> None:
+        """Wait for the comparison.
+
+        Raises:
+            ScheduleError: On every rank, naming the units, when the ranks differ.
+        """
+        if self._everyone is None:
+            return
+        self._work.wait()
+        codes = self._everyone.tolist()
+        self._everyone = None
+        if any(code != self._code for code in codes):
+            raise ScheduleError(self._order.describe(codes))
+
+
+class Order:
+    """The order in which this rank gathers and reduces units.
+
+    Ranks that use different units would exchange the wrong bytes, or wait for each other for
+    ever. A checksum of the order is compared once per window, before the optimizer can step;
+    with `compare` each collective is also accompanied by a message of 8 bytes a rank.
+
+    Args:
+        group: The CPU-side group over all ranks.
+        compare: Compare at every collective.
+        first_code: Where this model's codes begin; those of two models must not overlap.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, compare: bool, first_code: int = 0) -> None:
+        self._group = group
+        self._first_code = first_code
+        self._world_size = dist.get_world_size(group)
+        self._compare = compare and self._world_size > 1
+        self.units: list[str] = []
+        """Names of the units, by index."""
+        self.checksum = 0
+        """Of the order since the window began; below 2**31, so that sums over ranks are exact."""
+
+    def announce(self, kind: str, unit: int) -> tuple[Check, int]:
+        """Note the next collective.
+
+        Args:
+            kind: "gather" or "reduce".
+            unit: The unit's index.
+
+        Returns:
+            The comparison to confirm before the result is used, and a tag for the messages.
+        """
+        code = self._first_code + unit * 2 + (kind == "reduce")
+        self.checksum = zlib.crc32(code.to_bytes(4, "little"), self.checksum) & 0x7FFFFFFF
+        return self._start(code), code
+
+    def _start(self, code: int) -> Check:
+        if not self._compare:
+            return Check(self, code, None, None)
+        everyone = torch.empty(self._world_size, dtype=torch.int64)
+        mine = torch.tensor([code], dtype=torch.int64)
+        work = all_gather_flat(everyone, mine, group=self._group, async_op=True)
+        return Check(self, code, everyone, work)
+
+    def end(self) -> None:
+        """Compare that every rank is through with the window's collectives.
+
+        Raises:
+            ScheduleError: On every rank, when some have more to do.
+        """
+        self._start(_END).confirm()
+
+    def restart(self) -> None:
+        """Begin a new window."""
+        self.checksum = 0
+
+    def describe(self, codes: list[int]) -> str:
+        """Say what each rank was about to do."""
+
+        def one(code: int) -> str:
+            if code == _END:
+                return "had finished its backward"
+            verb = "reduces the gradients of" if code % 2 else "gathers"
+            unit = (code - self._first_code) // 2
+            known = 0 <= unit < len(self.units)
+            return f"{verb} {self.units[unit] if known else 'another model'}"
+
+        rows = "; ".join(f"rank {rank} {one(code)}" for rank, code in enumerate(codes))
+        return f"Expected every rank to use the same units in the same order, but {rows}. {_ADVICE}"
+
+    def require_same(self, total: int) -> None:
+        """Check the sum of all ranks' checksums.
+
+        Raises:
+            ScheduleError: When the ranks' orders differed.
+        """
+        if total != self.checksum * self._world_size:
+            raise ScheduleError(
+                "Expected every rank to gather and reduce the same units in the same order in "
+                "this window, but the ranks' orders differ: gradients of different units may "
+                f"have been mixed. {_ADVICE}"
+            )
