@@ -1,0 +1,192 @@
+"""Follows an engine through its steps and hands each rank's memory to the sinks on rank 0."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardplug.errors import ConfigError
+from shardplug.memory.meter import make_meter
+from shardplug.memory.row import BOOK_KINDS, KINDS, PHASES, MemoryRow
+from shardplug.memory.sinks import Sink
+
+__all__ = ["MemoryTracker", "TrackedEngine"]
+
+_FIELDS = (*(f"{kind}_bytes" for kind in KINDS), "peak_bytes", "held_bytes")
+
+
+class TrackedEngine(Protocol):
+    """The part of :class:`shardplug.ZeroEngine` that a tracker needs."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held on this rank, by kind."""
+
+    def add_phase_listener(self, fn: Callable[[str], None], /) -> None:
+        """Call `fn` with the phase's name at the end of each phase."""
+
+    def remove_phase_listener(self, fn: Callable[[str], None], /) -> None:
+        """Stop calling `fn`."""
+
+
+class MemoryTracker:
+    """Records what every rank holds, by kind, after forward, after backward and after the step.
+
+    Build one on **every** rank, after the process group is up: the ranks' numbers meet in one
+    small all-gather per logged step. Only rank 0 writes to the sinks.
+
+    "other" is what is measured and not in the books: activations, buffers, staging copies. On a
+    GPU the allocator is asked, and the number is exact. On CPU it is the private resident memory
+    of the process above what was there, and in no book, when the tracker was made. That is rough:
+    work space that libraries keep counts, and so does freed memory that the C allocator keeps,
+    while memory that was never written does not. "other" is never below 0; where less is measured
+    than the books hold, the total is the books'. Each row also has the raw reading.
+
+    The peak is the highest total since the last logged step ended, evaluation between steps
+    included. Measuring it resets the process's peak counter (`max_memory_allocated` on a GPU, the
+    `VmHWM` line of /proc/self/status on Linux), so other readers of it see the peak since then.
+
+    Of several micro-batches in a step, each phase shows the one with the largest books.
+    """
+
+    def __init__(
+        self,
+        engine: TrackedEngine,
+        sinks: Sequence[Sink] = (),
+        every_n_steps: int = 1,
+        first_step: int = 0,
+    ) -> None:
+        """Start following an engine.
+
+        Args:
+            engine: The engine whose books are read.
+            sinks: Receivers of the rows; closed by :meth:`close`.
+            every_n_steps: Log the first step seen, and the steps whose number is a multiple.
+            first_step: Optimizer steps done before, when a run is resumed.
+
+        Raises:
+            ConfigError: If `every_n_steps` or `first_step` is out of range, or the engine has a
+                kind of memory in its books that is not known here.
+        """
+        if every_n_steps < 1:
+            raise ConfigError(f"Expected every_n_steps >= 1, got {every_n_steps!r}.")
+        if first_step < 0:
+            raise ConfigError(f"Expected first_step >= 0, got {first_step!r}.")
+        books = engine.memory()
+        if set(books) != set(BOOK_KINDS):
+            raise ConfigError(
+                f"Expected an engine with books of {', '.join(BOOK_KINDS)}, "
+                f"got {', '.join(sorted(books)) or 'none'}."
+            )
+        self.step = first_step
+        """Optimizer steps done; may be set between steps."""
+        self.total_bytes = 0
+        """Largest total of any rank and phase in the last logged step."""
+        self.peak_bytes = 0
+        """Largest peak of any rank in the last logged step."""
+        self.last_rows: tuple[MemoryRow, ...] = ()
+        """Rows of the last logged step: on rank 0 every rank's, elsewhere none."""
+        self._engine = engine
+        self._sinks = list(sinks)
+        self._every_n_steps = every_n_steps
+        self._seen_steps = 0
+        self._window: dict[str, tuple[int, ...]] = {}
+        self._closed = False
+        self._meter = make_meter(engine.device, sum(books.values()))
+        engine.add_phase_listener(self._on_phase)
+
+    def close(self) -> None:
+        """Stop following the engine and close the sinks. Not collective; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._engine.remove_phase_listener(self._on_phase)
+        if self._engine.rank == 0:
+            for sink in list(self._sinks):
+                self._guarded(sink, sink.close)
+        self._sinks = []
+
+    def _on_phase(self, phase: str) -> None:
+        # A forward without gradients is evaluation between steps, not part of one.
+        if phase not in PHASES or (phase == "after_forward" and not torch.is_grad_enabled()):
+            return
+        logged = self._seen_steps == 0 or (self.step + 1) % self._every_n_steps == 0
+        if logged:
+            self._record(phase)
+        if phase == "after_step":
+            self.step += 1
+            self._seen_steps += 1
+            if logged:
+                self._finish_step()
+
+    def _record(self, phase: str) -> None:
+        books = self._engine.memory()
+        held = sum(books.values())
+        seen = self._window.get(phase)
+        reading = self._meter.read(held)
+        other = max(0, reading.total - held)
+        peak = max(reading.peak, held + other)
+        if seen is not None:
+            peak = max(peak, seen[-2])
+            if (held, held + other) <= (sum(seen[: len(BOOK_KINDS)]), sum(seen[: len(KINDS)])):
+                self._window[phase] = (*seen[:-2], peak, seen[-1])
+                return
+        kinds = (books[kind] for kind in BOOK_KINDS)
+        self._window[phase] = (*kinds, other, peak, reading.held)
+
+    def _finish_step(self) -> None:
+        engine, width = self._engine, len(_FIELDS)
+        # -1 marks a phase that did not occur, for example a step without a forward.
+        flat = [n for phase in PHASES for n in self._window.get(phase, (-1,) * width)]
+        mine = torch.tensor(flat, dtype=torch.int64, device=engine.device)
+        every = [torch.empty_like(mine) for _ in range(engine.world_size)]
+        dist.all_gather(every, mine)
+        self._window = {}
+        table = torch.stack(every).cpu().view(engine.world_size, len(PHASES), width)
+        self.total_bytes = int(table[..., : len(KINDS)].sum(-1).max())
+        self.peak_bytes = int(table[..., -2].max())
+        if engine.rank == 0:
+            self.last_rows = tuple(
+                MemoryRow(
+                    step=self.step, phase=phase, rank=rank, **dict(zip(_FIELDS, n, strict=True))
+                )
+                for rank, phases in enumerate(table.tolist())
+                for phase, n in zip(PHASES, phases, strict=True)
+                if n[0] >= 0
+            )
+            for sink in list(self._sinks):
+                self._guarded(sink, partial(sink.write, self.last_rows))
+        self._meter.reset()
+
+    def _guarded(self, sink: Sink, call: Callable[[], None]) -> None:
+        """Run a sink, and drop it with a warning when it fails.
+
+        Rank 0 alone writes: an exception there would leave the other ranks waiting in their next
+        collective, and a full disk or a lost W&B connection is no reason to end a training.
+        """
+        try:
+            call()
+        except Exception as error:
+            if sink in self._sinks:
+                self._sinks.remove(sink)
+            warnings.warn(
+                f"{type(sink).__name__} failed and gets no more memory rows: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
