@@ -1,0 +1,23 @@
+"""One checkpoint format for every stage, world size and framework.
+
+A checkpoint is a folder: the tensors in torch's distributed checkpoint (DCP) format under their
+names, `meta.pt` with what is not a tensor, one `rng_<rank>.pt` a rank, and `manifest.json`,
+written last, that lists what is inside. The folder is written aside and renamed.
+"""
+
+from shardplug.checkpoint.collective import together
+from shardplug.checkpoint.model_state import load_model, state_of_model
+from shardplug.checkpoint.optimizer_state import load_optimizer, state_of_optimizer
+from shardplug.checkpoint.reader import Reader, is_checkpoint
+from shardplug.checkpoint.writer import write
+
+__all__ = [
+    "Reader",
+    "is_checkpoint",
+    "load_model",
+    "load_optimizer",
+    "state_of_model",
+    "state_of_optimizer",
+    "together",
+    "write",
+]

@@ -1,0 +1,245 @@
+"""Plans a load: pairs names, checks shapes, and lays out the tensors to read into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.tensor as dtensor
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardplug.checkpoint.extra_state import is_extra
+from shardplug.checkpoint.groups import check_class, match_groups
+from shardplug.checkpoint.manifest import dtype_of
+from shardplug.checkpoint.model_state import check_fits, state_and_aliases
+from shardplug.checkpoint.names import Pairing, listed, pair
+from shardplug.checkpoint.optimizer_state import parameter_names
+from shardplug.errors import CheckpointError
+
+__all__ = ["ModelPlan", "OptimizerPlan", "plan_model", "plan_optimizer", "whole_targets"]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Where one model's tensors are read into.
+
+    Attributes:
+        targets: Tensors by the model's names; they share memory with the model.
+        saved: The checkpoint's name for each of them.
+        missing: Names that the checkpoint lacks.
+        unexpected: Names that the model lacks.
+    """
+
+    targets: Mapping[str, torch.Tensor]
+    saved: Mapping[str, str]
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+
+    def apart(self) -> ModelPlan:
+        """Return the plan with new tensors, so that the model is not changed."""
+        return replace(self, targets={n: torch.empty_like(t) for n, t in self.targets.items()})
+
+    def by_saved_name(self) -> dict[str, torch.Tensor]:
+        """Return the targets by the checkpoint's names."""
+        return {self.saved[name]: tensor for name, tensor in self.targets.items()}
+
+
+def plan_model(
+    path: Path, manifest: Mapping[str, Any], index: int, model: nn.Module, *, strict: bool
+) -> ModelPlan:
+    """Pair a model with one of the checkpoint's.
+
+    Raises:
+        CheckpointError: For missing models, shapes that differ, names that differ with `strict`,
+            and no name in common without.
+    """
+    saved = _saved_model(path, manifest, index)
+    own, aliases = state_and_aliases(model)
+    paired = pair(aliases, saved)
+    if strict and (paired.missing or paired.unexpected):
+        raise CheckpointError(
+            f"Expected {path} to hold the model's tensors. Missing in the checkpoint: "
+            f"{listed(paired.missing)}. Not in the model: {listed(paired.unexpected)}. Use "
+            "strict=False to load the others."
+        )
+    if own and saved and not paired.saved:
+        raise CheckpointError(
+            f"Expected {path} to hold some of the model's tensors, but no name is the same. The "
+            f"model has {listed(own, 3)}; the checkpoint has {listed(saved, 3)}."
+        )
+    check_fits(
+        (name, own[name], tuple(saved[theirs]["shape"]), dtype_of(saved[theirs]))
+        for name, theirs in paired.saved.items()
+    )
+    targets = {
+        name: _whole(saved[theirs]) if is_extra(name) else own[name]
+        for name, theirs in paired.saved.items()
+    }
+    return ModelPlan(targets, paired.saved, paired.missing, paired.unexpected)
+
+
+def whole_targets(path: Path, manifest: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
+    """Return empty tensors for all of one model, on the CPU.
+
+    Raises:
+        CheckpointError: When there is no such model.
+    """
+    return {name: _whole(entry) for name, entry in _saved_model(path, manifest, index).items()}
+
+
+def _whole(entry: Mapping[str, Any]) -> torch.Tensor:
+    return torch.empty(entry["shape"], dtype=dtype_of(entry))
+
+
+def _saved_model(
+    path: Path, manifest: Mapping[str, Any], index: int
+) -> Mapping[str, Mapping[str, Any]]:
+    models: Sequence[Mapping[str, Mapping[str, Any]]] = manifest["models"]
+    if index >= len(models):
+        raise CheckpointError(f"Expected {path} to hold model {index}, but it has {len(models)}.")
+    return models[index]
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """Where one optimizer's state is read into.
+
+    Attributes:
+        targets: New tensors by parameter name (as here) and key.
+        saved: The checkpoint's name for each of the parameters.
+        plain: State that is no tensor, likewise.
+        groups: The saved groups, with the names used here.
+        kind: The class that was saved.
+        left_out: The checkpoint's parameters that have state and are not the optimizer's.
+    """
+
+    targets: Mapping[str, Mapping[str, torch.Tensor]]
+    saved: Mapping[str, str]
+    plain: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
+    kind: str | None
+    left_out: Mapping[str, Any]
+
+    def by_saved_name(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return the targets by the checkpoint's names."""
+        return {self.saved[name]: tensors for name, tensors in self.targets.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return what was read, in the form of `state_of_optimizer`."""
+        return {
+            "state": {
+                name: {**tensors, **self.plain.get(name, {})}
+                for name, tensors in self.targets.items()
+            },
+            "param_groups": list(self.groups),
+            "class": self.kind,
+        }
+
+
+def plan_optimizer(
+    manifest: Mapping[str, Any],
+    index: int,
+    besides: Mapping[str, Any],
+    models: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+) -> OptimizerPlan:
+    """Pair an optimizer's parameters with those of the checkpoint.
+
+    Args:
+        manifest: The checkpoint's manifest.
+        index: Which optimizer of the checkpoint.
+        besides: What the checkpoint has for it besides tensors.
+        models: The models that own the parameters.
+        optimizer: The optimizer, or None for all parameters of the models.
+
+    Raises:
+        CheckpointError: For groups or shapes that do not match.
+    """
+    state: Mapping[str, Mapping[str, Any]] = manifest["optimizers"][index]
+    names = parameter_names(models)
+    saved = _saved_names(manifest, state, models, names)
+    here = {theirs: name for name, theirs in saved.items()}
+    groups = [
+        {**group, "params": [here.get(name, name) for name in group["params"]]}
+        for group in besides["param_groups"]
+    ]
+    chosen = dict(names)
+    if optimizer is not None:
+        check_class(optimizer, besides)
+        match_groups(optimizer, names, groups)
+        chosen = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
+    targets: dict[str, dict[str, torch.Tensor]] = {}
+    wrong: list[str] = []
+    for parameter, name in chosen.items():
+        entries = state.get(saved.get(name, name))
+        if entries is None:
+            continue
+        shape = _saved_shape(manifest, saved.get(name, name))
+        if shape is not None and shape != tuple(parameter.shape):
+            wrong.append(f"{name}: {shape} in the checkpoint, {tuple(parameter.shape)} here")
+            continue
+        targets[name] = {key: _empty(entry, parameter) for key, entry in entries.items()}
+    if wrong:
+        raise CheckpointError(
+            "Expected optimizer state for parameters of equal shapes, got " + "; ".join(wrong) + "."
+        )
+    taken = {saved.get(name, name) for name in targets}
+    return OptimizerPlan(
+        targets=targets,
+        saved={name: saved.get(name, name) for name in targets},
+        plain={here.get(name, name): values for name, values in besides["plain_state"].items()},
+        groups=groups,
+        kind=besides.get("class"),
+        left_out={name: None for name, values in state.items() if values and name not in taken},
+    )
+
+
+def _saved_names(
+    manifest: Mapping[str, Any],
+    state: Mapping[str, Any],
+    models: Sequence[nn.Module],
+    names: Mapping[nn.Parameter, str],
+) -> dict[str, str]:
+    """Map parameter names here to the checkpoint's, model by model."""
+    if not manifest["models"]:  # an optimizer saved alone
+        return dict(pair({name: {name} for name in names.values()}, state).saved)
+    found: dict[str, str] = {}
+    for index, model in enumerate(models[: len(manifest["models"])]):
+        front = f"model{index}::" if index else ""
+        own, aliases = state_and_aliases(model)
+        paired: Pairing = pair(aliases, manifest["models"][index])
+        for name, theirs in paired.saved.items():
+            for alias in aliases[name]:
+                found[front + alias] = front + theirs
+    known = set(names.values())
+    return {name: theirs for name, theirs in found.items() if name in known}
+
+
+def _saved_shape(manifest: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    head, separator, tail = name.partition("::")
+    index = int(head.removeprefix("model")) if separator else 0
+    models = manifest["models"]
+    entry = models[index].get(tail if separator else name) if index < len(models) else None
+    return None if entry is None else tuple(entry["shape"])
+
+
+def _empty(entry: Mapping[str, Any], parameter: nn.Parameter) -> torch.Tensor:
+    """Make a tensor to read one state into, laid out as the optimizer expects it."""
+    dtype = dtype_of(entry)
+    shape = tuple(entry["shape"])
+    if not isinstance(parameter, DTensor) or not shape:
+        return torch.empty(shape, dtype=dtype)
+    if shape == tuple(parameter.shape):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    if "shard_dim" not in entry:
+        return torch.empty(shape, dtype=dtype)
+    # Statistics over rows or columns: not the parameter's shape, but sharded beside it.
+    dim = entry["shard_dim"]
+    mesh = parameter.device_mesh
+    placements = [*(Replicate() for _ in range(mesh.ndim - 1))]
+    last = Replicate() if dim is None else Shard(dim)
+    return dtensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=[*placements, last])

@@ -1,0 +1,295 @@
+"""Reads a checkpoint folder into models and optimizers of any layout."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+from shardplug.checkpoint import manifest as manifests
+from shardplug.checkpoint.collective import rank_and_size, together
+from shardplug.checkpoint.extra_state import decode, is_extra
+from shardplug.checkpoint.model_state import restore_extra_state
+from shardplug.checkpoint.names import listed
+from shardplug.checkpoint.optimizer_state import load_optimizer, models_of, warn_left_out
+from shardplug.checkpoint.plain import UNREADABLE, load_plain
+from shardplug.checkpoint.plan import (
+    ModelPlan,
+    OptimizerPlan,
+    plan_model,
+    plan_optimizer,
+    whole_targets,
+)
+from shardplug.checkpoint.rng import set_rng_state
+from shardplug.checkpoint.writer import PARAM_GROUPS
+from shardplug.errors import CheckpointError
+
+__all__ = ["Reader", "is_checkpoint"]
+
+_LOADING = "Loading"
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a complete checkpoint folder of shardplug."""
+    return (Path(path) / manifests.MANIFEST).is_file()
+
+
+class Reader:
+    """One checkpoint folder, opened for reading.
+
+    Tensors are read by the ranks that need them, each its own rows, whatever the layout at save.
+    A constant prefix in front of all names (a LightningModule's "model.") is mapped away.
+    Where a process group is up, making a Reader and reading from it is collective.
+
+    Args:
+        path: The folder; rank 0's counts where a process group is up.
+        weights_only: Refuse objects other than plain types and tensors in `meta.pt`.
+        alone: Read on this rank only, into plain models, whatever other ranks do.
+
+    Raises:
+        CheckpointError: On every rank, when it is no checkpoint of a version that can be read.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights_only: bool = True,
+        alone: bool = False,
+    ) -> None:
+        self._alone = alone or rank_and_size()[1] == 1
+        box: list[Any] = [together(lambda: str(Path(path)), _LOADING, alone=self._alone)]
+        if not self._alone:
+            dist.broadcast_object_list(box, src=0)
+        self.path = Path(box[0])
+        self.manifest = together(lambda: manifests.read(self.path), _LOADING, alone=self._alone)
+        self._weights_only = weights_only
+
+    @functools.cached_property
+    def _file(self) -> dict[str, Any]:
+        file = self.path / "meta.pt"
+        try:
+            loaded: dict[str, Any] = (
+                load_plain(file)
+                if self._weights_only
+                else torch.load(file, map_location="cpu", weights_only=False)
+            )
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}.") from error
+        except UNREADABLE as error:
+            raise CheckpointError(
+                f"{file} is damaged, or holds objects that run code when they are loaded: {error}"
+            ) from error
+        return loaded
+
+    @functools.cached_property
+    def meta(self) -> dict[str, Any]:
+        """What was given to `write` as meta."""
+        return {key: value for key, value in self._file.items() if key != PARAM_GROUPS}
+
+    @property
+    def num_models(self) -> int:
+        """Number of models in the checkpoint."""
+        return len(self.manifest["models"])
+
+    @property
+    def num_optimizers(self) -> int:
+        """Number of optimizers in the checkpoint."""
+        return len(self.manifest["optimizers"])
+
+    def load(
+        self,
+        models: Any,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        strict: bool = True,
+    ) -> list[tuple[list[str], list[str]]]:
+        """Read models and optimizers in place. Collective.
+
+        Names, shapes and groups of all of them are checked before the first tensor changes.
+        Parameters are read straight into their shards, without a second copy.
+
+        Args:
+            models: An engine, a model or models, in the order they were saved.
+            optimizers: Optimizers, in the order they were saved.
+            strict: Refuse missing and unexpected names; False loads what matches.
+
+        Returns:
+            For each model the names that it has and the checkpoint lacks, and the other way
+            round.
+
+        Raises:
+            CheckpointError: On every rank, when something does not match or cannot be read.
+        """
+        owners = models_of(models)
+
+        def plan() -> tuple[list[ModelPlan], list[OptimizerPlan]]:
+            return (
+                [
+                    plan_model(self.path, self.manifest, index, model, strict=strict)
+                    for index, model in enumerate(owners)
+                ],
+                [
+                    self._plan_optimizer(index, owners, optimizer)
+                    for index, optimizer in enumerate(optimizers)
+                ],
+            )
+
+        model_plans, optimizer_plans = together(plan, _LOADING, alone=self._alone)
+        self._warn_of_rest(len(owners), len(optimizers))
+        tensors: dict[str, Any] = {}
+        for index, found in enumerate(model_plans):
+            tensors[manifests.state_key(index)] = found.by_saved_name()
+        for index, state in enumerate(optimizer_plans):
+            tensors[manifests.optimizer_key(index)] = {"state": state.by_saved_name()}
+        self._read(tensors)
+        for model, found in zip(owners, model_plans, strict=True):
+            restore_extra_state(
+                model,
+                {n: decode(n, value) for n, value in found.targets.items() if is_extra(n)},
+            )
+        for optimizer, state in zip(optimizers, optimizer_plans, strict=True):
+            found_state = {**state.state(), "class": None}  # checked with the plan
+            load_optimizer(owners, optimizer, found_state, copy=False)
+            warn_left_out(optimizer, state.left_out)
+        for found in model_plans:
+            _warn_of_names(found)
+        return [(list(found.missing), list(found.unexpected)) for found in model_plans]
+
+    def model_state(
+        self, index: int, model: nn.Module, *, strict: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Read tensors shaped and sharded like the model's. Collective.
+
+        Args:
+            index: Which model of the checkpoint.
+            model: A sharded or plain model; it is not changed.
+            strict: Raise when a name of the model or of the checkpoint has no partner.
+
+        Returns:
+            Tensors by the model's names.
+
+        Raises:
+            CheckpointError: For missing models, shapes that differ, and names with `strict`.
+        """
+        found = together(
+            lambda: plan_model(self.path, self.manifest, index, model, strict=strict).apart(),
+            _LOADING,
+            alone=self._alone,
+        )
+        self._read({manifests.state_key(index): found.by_saved_name()})
+        return dict(found.targets)
+
+    def whole_state(self, index: int = 0) -> dict[str, Any]:
+        """Read one model's whole tensors onto the CPU, on this rank alone, under their own names.
+
+        Args:
+            index: Which model of the checkpoint.
+
+        Returns:
+            What an unsharded model's `load_state_dict` takes, extra state unpacked; tied tensors
+            under one of their names.
+
+        Raises:
+            CheckpointError: When there is no such model, or it cannot be read.
+        """
+        tensors = whole_targets(self.path, self.manifest, index)
+        self._read({manifests.state_key(index): tensors}, alone=True)
+        return {n: decode(n, value) if is_extra(n) else value for n, value in tensors.items()}
+
+    def optimizer_state(
+        self, index: int, models: Any, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Read one optimizer's state, sharded like the parameters. Collective.
+
+        Args:
+            index: Which optimizer of the checkpoint.
+            models: The engine, model or models that own the optimizer's parameters.
+            optimizer: The optimizer to read for; it is not changed. None reads the state of all
+                parameters that have some.
+
+        Returns:
+            As `state_of_optimizer`, with the current models' names.
+
+        Raises:
+            CheckpointError: When the checkpoint has no such optimizer, or shapes differ.
+        """
+        found = together(
+            lambda: self._plan_optimizer(index, models_of(models), optimizer),
+            _LOADING,
+            alone=self._alone,
+        )
+        self._read({manifests.optimizer_key(index): {"state": found.by_saved_name()}})
+        warn_left_out(optimizer, found.left_out)
+        return found.state()
+
+    def restore_rng(self) -> bool:
+        """Restore this rank's random state; False when the world size is another.
+
+        Raises:
+            CheckpointError: When the file cannot be read.
+        """
+        rank, world_size = rank_and_size()
+        if self.manifest["world_size"] != world_size:
+            return False
+        file = self.path / f"rng_{rank}.pt"
+        try:
+            state = load_plain(file)
+        except UNREADABLE as error:
+            raise CheckpointError(f"{file} cannot be read: {error}.") from error
+        set_rng_state(state)
+        return True
+
+    def _plan_optimizer(
+        self, index: int, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+    ) -> OptimizerPlan:
+        if index >= self.num_optimizers:
+            raise CheckpointError(
+                f"Expected {self.path} to hold optimizer {index}, but it has "
+                f"{self.num_optimizers}: it was saved without, or with fewer. Load the weights "
+                "alone, or start from a full checkpoint."
+            )
+        groups = self._file[PARAM_GROUPS][index]
+        return plan_optimizer(self.manifest, index, groups, models, optimizer)
+
+    def _warn_of_rest(self, models: int, optimizers: int) -> None:
+        rest = []
+        if models < self.num_models:
+            rest.append(f"{self.num_models} models and {models} are loaded")
+        if 0 < optimizers < self.num_optimizers:
+            rest.append(f"{self.num_optimizers} optimizers and {optimizers} are loaded")
+        if rest and rank_and_size()[0] == 0:
+            warnings.warn(
+                f"{self.path} holds {' and '.join(rest)}: the others are left out.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _read(self, tensors: Mapping[str, Any], alone: bool = False) -> None:
+        alone = alone or self._alone
+
+        def read() -> None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                load_tensors(dict(tensors), checkpoint_id=self.path, no_dist=alone)
+
+        together(read, f"Reading {self.path}", alone=alone)
+
+
+def _warn_of_names(found: ModelPlan) -> None:
+    if (found.missing or found.unexpected) and rank_and_size()[0] == 0:
+        warnings.warn(
+            f"Loaded with strict=False: {len(found.targets)} tensors. Missing in the checkpoint, "
+            f"and left as they were: {listed(found.missing)}. Not in the model, and left out: "
+            f"{listed(found.unexpected)}.",
+            UserWarning,
+            stacklevel=4,
+        )
