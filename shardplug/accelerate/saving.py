@@ -1,0 +1,121 @@
+"""State dicts, exported weights and checkpoints of sharded models."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardplug.accelerate import states
+from shardplug.accelerate.base import AcceleratorBase, engine_of
+from shardplug.errors import ConfigError
+
+__all__ = ["SavingMethods"]
+
+
+class SavingMethods(AcceleratorBase):
+    """The part of an Accelerator that writes and reads files."""
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Gather the whole state dict. Every rank calls it.
+
+        Args:
+            model: A prepared model.
+            unwrap: As in Accelerate; the model is not wrapped.
+
+        Returns:
+            Full tensors on the CPU on rank 0, an empty dictionary elsewhere.
+        """
+        engine = engine_of(model)
+        if engine is None:
+            return model.state_dict() if self.is_main_process else {}
+        state = engine.full_state_dict(model)
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            kept = first.setdefault(id(parameter), name)
+            if name in state:
+                state[name] = state[kept]  # tied tensors stay one tensor, and are written once
+        return state
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the whole model as safetensors files, with an index if there are several.
+
+        Args:
+            model: A prepared model. Every rank calls it; rank 0 writes.
+            save_directory: The folder; it is created.
+            max_shard_size: Largest file, in bytes or like "5GB".
+            safe_serialization: False writes torch files instead.
+
+        Raises:
+            ConfigError: When the path is a file, on every rank.
+        """
+        if Path(save_directory).is_file():
+            raise ConfigError(f"Expected a folder to save to, got the file {save_directory}.")
+        super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        self.wait_for_everyone()
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Save models, optimizers, schedulers, samplers, scaler, RNG and registered objects.
+
+        One folder is written aside and renamed when it is complete. Every rank calls it. In the
+        middle of an accumulation window the gradients accumulated so far are not saved; that is
+        warned of.
+
+        Args:
+            output_dir: The folder; not used with `automatic_checkpoint_naming`.
+            safe_serialization: Only True: nothing is pickled but what users registered.
+            **save_model_func_kwargs: None are known.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: For options that cannot be honoured, or a missing or taken path.
+            CheckpointError: When a rank could not write, on every rank; an older folder stays.
+        """
+        if not safe_serialization or save_model_func_kwargs:
+            raise ConfigError(
+                "Expected save_state(output_dir) without other options, got "
+                f"safe_serialization={safe_serialization}, {sorted(save_model_func_kwargs)}."
+            )
+        return states.save_state(self, output_dir)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load what `save_state`, or the Lightning strategy's checkpoint, wrote.
+
+        The number of ranks and the stage may differ. Every rank calls it.
+
+        Args:
+            input_dir: The folder, or None for the newest with `automatic_checkpoint_naming`.
+            load_kwargs: Passed to the loader of schedulers and other side files.
+            **load_model_func_kwargs: `strict` (default True) is known.
+
+        Raises:
+            CheckpointError: When the folder is no checkpoint or does not match, on every rank.
+        """
+        strict = load_model_func_kwargs.pop("strict", True)
+        load_model_func_kwargs.pop("map_location", None)  # shards are loaded where they live
+        if load_model_func_kwargs:
+            raise ConfigError(
+                f"Expected no option of load_state but strict, got {sorted(load_model_func_kwargs)}"
+            )
+        states.load_state(self, input_dir, load_kwargs, strict=strict)

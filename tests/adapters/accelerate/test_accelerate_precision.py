@@ -1,0 +1,155 @@
+"""Mixed precision: fp32 masters and losses, fp16 scaling, steps skipped together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import GradScalerKwargs
+from torch import nn
+
+from tests.adapters.accelerate.common import WORLD, accelerator, seeded_model
+from tests.support.models import lm_loss, tokens
+from tests.support.pool import RankPool
+
+
+def train_mixed(precision: str, stage: int, low_weights: bool) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {}
+    if precision == "fp16":
+        kwargs["kwargs_handlers"] = [GradScalerKwargs(init_scale=1024.0)]
+    acc = accelerator(zero=f"zero{stage}", mixed_precision=precision, **kwargs)
+    net = seeded_model()
+    if low_weights:
+        net = net.to(torch.bfloat16)  # as checkpoints come
+    net, optimizer = acc.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    dtypes = set()
+    inside: list[torch.dtype] = []
+    net.blocks[0].up.register_forward_hook(lambda m, a, out: inside.append(out.dtype))
+    losses = []
+    for step in range(6):
+        batch = tokens(0, 0, dist.get_rank())
+        logits = net(batch)
+        loss = lm_loss(logits, batch)
+        acc.backward(loss)
+        acc.clip_grad_norm_(net.parameters(), 1.0)
+        dtypes |= {logits.dtype, loss.dtype} | {p.grad.dtype for p in net.parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(acc.reduce(loss.detach(), "mean").item())
+        assert not acc.optimizer_step_was_skipped, step
+    dtypes |= {p.dtype for p in net.parameters()}
+    moved = [(p.detach() != start[name]).float() for name, p in net.named_parameters()]
+    whole = [m.full_tensor() if hasattr(m, "full_tensor") else m for m in moved]
+    share = sum(float(m.sum()) for m in whole) / sum(m.numel() for m in whole)
+    plain = acc.unwrap_model(net, keep_fp32_wrapper=False)
+    assert plain is net and "forward" not in plain.__dict__
+    return {"losses": losses, "dtypes": dtypes, "inside": set(inside), "moved": share}
+
+
+def plain_losses() -> list[float]:
+    net = seeded_model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    batch = torch.cat([tokens(0, 0, rank) for rank in range(WORLD)])
+    losses = []
+    for _ in range(6):
+        loss = lm_loss(net(batch), batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "low_weights"),
+    [("bf16", 1, False), ("bf16", 3, False), ("bf16", 3, True), ("fp16", 2, False)],
+)
+def test_low_precision_keeps_fp32_masters_and_losses(
+    pool: RankPool, precision: str, stage: int, low_weights: bool
+) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    for found in pool.run(train_mixed, WORLD, precision, stage, low_weights):
+        assert found["dtypes"] == {torch.float32}  # parameters, gradients, logits and loss
+        assert found["inside"] == {dtype}
+        assert found["losses"] == pytest.approx(plain_losses(), rel=0.02)
+        assert found["losses"][-1] < found["losses"][0] * 0.9
+        # The embedding's unused rows move by weight decay; nothing is lost below half a ULP.
+        assert found["moved"] > 0.99
+
+
+def overflow(replicated: bool) -> dict[str, Any]:
+    acc = accelerator(
+        zero="zero3",
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+    )
+    net: nn.Module = seeded_model() if replicated else nn.Linear(5, 3)
+    net, optimizer = acc.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    skipped, scales = [], []
+    for step in range(3):
+        if replicated:
+            batch = tokens(step, 0, dist.get_rank())
+            loss = lm_loss(net(batch), batch)
+        else:
+            loss = net(torch.ones(2, 5)).mean()
+        if step == 1 and dist.get_rank() == 1:
+            loss = loss * float("inf")  # only one rank sees the overflow
+        acc.backward(loss)
+        if step == 2:
+            acc.clip_grad_norm_(net.parameters(), 1.0)
+        before = [p.detach().clone() for p in net.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(acc.optimizer_step_was_skipped)
+        scales.append(acc.scaler.get_scale())
+        same = all(
+            bool((b == p.detach()).all().item())
+            if not hasattr(p, "full_tensor")
+            else torch.equal(b.full_tensor(), p.detach().full_tensor())
+            for b, p in zip(before, net.parameters(), strict=True)
+        )
+        assert same == skipped[-1]
+    return {"skipped": skipped, "scales": scales, "steps": acc.completed_steps}
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_ranks_skip_an_overflowing_step_together(pool: RankPool, replicated: bool) -> None:
+    for found in pool.run(overflow, WORLD, replicated):
+        assert found["skipped"] == [False, True, False]
+        assert found["scales"] == [1024.0, 512.0, 512.0]
+        assert found["steps"] == 2
+
+
+def scaled_norm() -> tuple[float, float]:
+    acc = accelerator(
+        zero="zero2",
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=64.0)],
+    )
+    nets = [nn.Linear(5, 3), nn.Linear(3, 2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    one, two, first, second = acc.prepare(*nets, *optimizers)
+    acc.backward(two(one(torch.ones(2, 5))).sum())
+    # Each clip unscales only the optimizer it belongs to.
+    norms = (
+        acc.clip_grad_norm_(one.parameters(), 1e3).item(),
+        acc.clip_grad_norm_(two.parameters(), 1e3).item(),
+    )
+    first.step()
+    second.step()
+    return norms
+
+
+def test_norms_are_unscaled_before_clipping(pool: RankPool) -> None:
+    first, second = pool.run(scaled_norm, WORLD)
+    assert first == second
+    torch.manual_seed(1234)
+    one, two = nn.Linear(5, 3), nn.Linear(3, 2)
+    two(one(torch.ones(2, 5))).sum().backward()
+    for norm, net in zip(first, (one, two), strict=True):
+        expected = float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
+        assert norm == pytest.approx(expected, rel=0.01)
