@@ -160,10 +160,12 @@ class ZeroEngine:
         )
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before:
-            self._successors[parameter] = after[name]
+            if after[name] is not parameter:
+                self._successors[parameter] = after[name]
         assert isinstance(model, FSDPModule)
         self._schedule.attach(model)
         self._adopt(model, forward_methods)
+        _torch.settle_root(model)
         return model
 
     def forget(self, model: nn.Module) -> None:
@@ -213,7 +215,7 @@ class ZeroEngine:
             OptimizerError: When it holds a parameter of no sharded model, or none at all.
         """
         if optimizer in self._optimizers:
-            self._refuse_strangers(optimizer)
+            self._refuse_strangers(optimizer, optimizer.param_groups)
             return optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(
@@ -223,10 +225,15 @@ class ZeroEngine:
             raise OptimizerError("Expected engine.shard(model) before prepare_optimizer().")
         for group in optimizer.param_groups:
             group["params"] = [self._succeed(optimizer, p) for p in group["params"]]
-        self._refuse_strangers(optimizer)
+        self._refuse_strangers(optimizer, optimizer.param_groups)
         if not any(group["params"] for group in optimizer.param_groups):
             raise OptimizerError(
                 "Expected an optimizer with parameters, got one whose groups are all empty."
+            )
+        if not any(p.requires_grad for model in self.models for p in model.parameters()):
+            raise OptimizerError(
+                "Expected a model with trainable parameters, got nothing to train: all are frozen "
+                "(requires_grad=False). Unfreeze some, or leave the optimizer out."
             )
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -235,8 +242,26 @@ class ZeroEngine:
             optimizer.zero_grad,
             lambda: {id(p) for group in optimizer.param_groups for p in group["params"]},
         )
+        optimizer.add_param_group = functools.partial(  # type: ignore[method-assign]
+            self._add_param_group, optimizer, optimizer.add_param_group
+        )
         self._optimizers.add(optimizer)
         return optimizer
+
+    def _add_param_group(
+        self,
+        optimizer: torch.optim.Optimizer,
+        original: Callable[[dict[str, Any]], None],
+        param_group: dict[str, Any],
+    ) -> None:
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        named = [p if isinstance(p, tuple) else (None, p) for p in given]
+        params = [self._succeed(optimizer, p) for _, p in named]
+        self._refuse_strangers(optimizer, [{"params": params}], len(optimizer.param_groups))
+        names = [name for name, _ in named]
+        param_group["params"] = params if None in names else list(zip(names, params, strict=True))
+        original(param_group)
 
     def _succeed(self, optimizer: torch.optim.Optimizer, old: nn.Parameter) -> nn.Parameter:
         new: nn.Parameter | None = self._successors.get(old)
@@ -249,9 +274,11 @@ class ZeroEngine:
             }
         return new
 
-    def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_strangers(
+        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], first: int = 0
+    ) -> None:
         known = {id(p) for model in self.models for p in self._resting_parameters(model)}
-        for index, group in enumerate(optimizer.param_groups):
+        for index, group in enumerate(groups, start=first):
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
                     raise OptimizerError(
@@ -611,13 +638,14 @@ class ZeroEngine:
         Raises:
             CheckpointError: When the folder is no checkpoint, is incomplete or does not match.
         """
-        from shardplug.checkpoint import Reader
+        from shardplug.checkpoint import Reader, together
 
         reader = Reader(path)
+        extra = together(lambda: dict(reader.meta.get("extra", {})), "Loading")
         reader.load(self, optimizers, strict=strict)
         if rng:
             reader.restore_rng()
-        return dict(reader.meta.get("extra", {}))
+        return extra
 
 
 def _shard_like(value: Any, parameter: nn.Parameter, old_shape: torch.Size) -> Any:

@@ -56,18 +56,29 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
 
 
-Steps = Callable[[int], list[float]]
-"""Runs so many steps and returns the seconds each took."""
+Seconds = tuple[float, float]
+"""Wall seconds and CPU seconds of this process, all its threads."""
+
+Steps = Callable[[int], list[Seconds]]
+"""Runs so many steps and returns what each took."""
+
+
+def now() -> Seconds:
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: Seconds, end: Seconds) -> Seconds:
+    return end[0] - start[0], end[1] - start[1]
 
 
 def timed(step: Callable[[torch.Tensor], None]) -> Steps:
-    def run(count: int) -> list[float]:
+    def run(count: int) -> list[Seconds]:
         times = []
         for index in range(count):
             tokens = batch(index)
-            start = time.perf_counter()
+            start = now()
             step(tokens)
-            times.append(time.perf_counter() - start)
+            times.append(since(start, now()))
         return times
 
     return run
@@ -134,13 +145,13 @@ def lightning(stage: int) -> Steps:
 
     class Clock(pl.Callback):
         def __init__(self) -> None:
-            self.ticks: list[float] = []
+            self.ticks: list[Seconds] = []
 
         def on_train_batch_start(self, *args: object) -> None:
-            self.ticks.append(time.perf_counter())
+            self.ticks.append(now())
 
         def on_train_end(self, *args: object) -> None:
-            self.ticks.append(time.perf_counter())
+            self.ticks.append(now())
 
     class Batches(torch.utils.data.IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
@@ -148,7 +159,7 @@ def lightning(stage: int) -> Steps:
 
     module = Module()
 
-    def run(count: int) -> list[float]:
+    def run(count: int) -> list[Seconds]:
         clock = Clock()
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -164,7 +175,7 @@ def lightning(stage: int) -> Steps:
         )
         trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
         ticks = clock.ticks[1:]  # the first step makes optimizer state
-        return [later - earlier for earlier, later in zip(ticks, ticks[1:], strict=False)]
+        return [since(start, end) for start, end in zip(ticks, ticks[1:], strict=False)]
 
     return run
 
@@ -209,7 +220,7 @@ def rank_main(rank: int, options: argparse.Namespace, port: int) -> None:
     dist.init_process_group("gloo")
     names = [name for name in CONTENDERS if not options.only or name in options.only]
     contenders = {name: CONTENDERS[name]() for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[Seconds]] = {name: [] for name in names}
     for run in contenders.values():  # warm-up: optimizer state, lazy initialisation
         run(2)
     for _ in range(options.rounds):
@@ -222,20 +233,22 @@ def rank_main(rank: int, options: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
-def report(times: dict[str, list[float]], options: argparse.Namespace) -> None:
-    medians = {name: statistics.median(values) for name, values in times.items()}
+def report(times: dict[str, list[Seconds]], options: argparse.Namespace) -> None:
+    medians = {name: statistics.median(wall for wall, _ in rows) for name, rows in times.items()}
     lines = [
-        "| contender | median s/step | min | max | / DDP | / its base |",
-        "|---|---|---|---|---|---|",
+        "| contender | median s/step | min | max | CPU s | / DDP | / its base |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, values in times.items():
+    for name, rows in times.items():
+        values = [wall for wall, _ in rows]
+        cpu = statistics.median(seconds for _, seconds in rows)
         kind, _, stage = name.partition(" zero")
         base = {"shardplug": BASE.get(f"zero{stage}", "")}.get(kind, f"shardplug zero{stage}")
         ratio = f"{medians[name] / medians[base]:.3f}" if base in medians and stage else ""
         over_ddp = f"{medians[name] / medians['ddp']:.3f}" if "ddp" in medians else ""
         lines.append(
             f"| {name} | {medians[name]:.3f} | {min(values):.3f} | {max(values):.3f} "
-            f"| {over_ddp} | {ratio} |"
+            f"| {cpu:.3f} | {over_ddp} | {ratio} |"
         )
     table = "\n".join(lines)
     print(table)

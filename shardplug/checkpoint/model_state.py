@@ -39,9 +39,14 @@ def state_of_model(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def state_and_aliases(
-    model: nn.Module,
+    model: nn.Module, *, pack: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, set[str]]]:
-    """Return the state, and for each of its names all names of the same tensor."""
+    """Return the state, and for each of its names all names of the same tensor.
+
+    Args:
+        model: The model.
+        pack: Pack extra state; False leaves empty tensors there, where only names count.
+    """
     if isinstance(model, FSDPModule):
         reshard_all(model)
     held: dict[str, torch.Tensor] = {
@@ -58,7 +63,8 @@ def state_and_aliases(
     for raw, value in model.state_dict(keep_vars=True).items():
         name = clean_name(raw)
         if is_extra(name) and name not in held:
-            state[name], aliases[name] = encode(name, value), {name}
+            state[name] = encode(name, value) if pack else torch.empty(0, dtype=torch.uint8)
+            aliases[name] = {name}
             continue
         # A state_dict() of the user's own may hand out other tensors than the module's.
         own = value if id(value) in ids else held.get(name)
@@ -136,7 +142,7 @@ def load_model(
     Raises:
         CheckpointError: For a shape that differs; with `strict`, for names that differ.
     """
-    own, aliases = state_and_aliases(model)
+    own, aliases = state_and_aliases(model, pack=False)
     paired = pair(aliases, state)
     missing = list(paired.missing)
     unexpected = [name for name in paired.unexpected if name not in paired.repeated]

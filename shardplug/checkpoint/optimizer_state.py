@@ -130,7 +130,7 @@ def load_optimizer(
     Args:
         models: The engine, model or models that own the parameters.
         optimizer: A torch optimizer over them.
-        state: As returned by :func:`state_of_optimizer`; tensors may be whole, and parameters may
+        state: As returned by `state_of_optimizer`; tensors may be whole, and parameters may
             be numbered (as in `torch.optim.Optimizer.state_dict()`) instead of named.
         copy: False lets the optimizer keep tensors of `state` that fit as they are, which saves
             memory when nobody else uses them.
@@ -143,6 +143,8 @@ def load_optimizer(
     state = _named(optimizer, names, state)
     matched = match_groups(optimizer, names, state["param_groups"])
     saved = dict(state["state"])
+    if type(optimizer).__module__.startswith("torch.optim"):
+        _check_shapes(names, saved)
     placed: dict[torch.Tensor, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.param_groups):
         options = {**group, **(matched[index] or {})}
@@ -150,7 +152,7 @@ def load_optimizer(
             values = saved.pop(names[parameter], None)
             if values is not None:
                 placed[parameter] = {
-                    key: _place(names[parameter], key, value, parameter, options, copy)
+                    key: _place(key, value, parameter, options, copy)
                     for key, value in values.items()
                 }
     for group, found in zip(optimizer.param_groups, matched, strict=True):
@@ -200,8 +202,20 @@ def _named(
     }
 
 
+def _check_shapes(
+    names: Mapping[nn.Parameter, str], saved: Mapping[str, Mapping[str, Any]]
+) -> None:
+    for parameter, name in names.items():
+        for key, value in saved.get(name, {}).items():
+            if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor):
+                if value.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"Expected optimizer state {key} of {name} to have the parameter's shape "
+                        f"{tuple(parameter.shape)}, got {tuple(value.shape)}."
+                    )
+
+
 def _place(
-    name: str,
     key: str,
     value: Any,
     parameter: nn.Parameter,
@@ -210,11 +224,6 @@ def _place(
 ) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if key in _LIKE_PARAMETER and value.shape != parameter.shape:
-        raise CheckpointError(
-            f"Expected optimizer state {key} of {name} to have the parameter's shape "
-            f"{tuple(parameter.shape)}, got {tuple(value.shape)}."
-        )
     value = value.detach()
     if isinstance(value, DTensor):
         if isinstance(parameter, DTensor) and value.device_mesh == parameter.device_mesh:

@@ -58,7 +58,7 @@ def plan_model(
             and no name in common without.
     """
     saved = _saved_model(path, manifest, index)
-    own, aliases = state_and_aliases(model)
+    own, aliases = state_and_aliases(model, pack=False)
     paired = pair(aliases, saved)
     if strict and (paired.missing or paired.unexpected):
         raise CheckpointError(
@@ -210,7 +210,7 @@ def _saved_names(
     found: dict[str, str] = {}
     for index, model in enumerate(models[: len(manifest["models"])]):
         front = f"model{index}::" if index else ""
-        own, aliases = state_and_aliases(model)
+        own, aliases = state_and_aliases(model, pack=False)
         paired: Pairing = pair(aliases, manifest["models"][index])
         for name, theirs in paired.saved.items():
             for alias in aliases[name]:

@@ -31,7 +31,6 @@ __all__ = [
     "gradient_tensors",
     "guard_partial_reads",
     "has_unreduced_gradients",
-    "is_root_ready",
     "leave_unused_inputs_alone",
     "local_tensor",
     "managed_parameters",
@@ -43,6 +42,7 @@ __all__ = [
     "reshard_own",
     "set_collectives",
     "set_gather_ahead",
+    "settle_root",
     "storage_bytes",
     "unit_groups",
 ]
@@ -81,10 +81,13 @@ def managed_parameters(root: nn.Module) -> list[nn.Parameter]:
     return [p.sharded_param for group in _param_groups(root) for p in group.fsdp_params]
 
 
-def is_root_ready(root: nn.Module) -> bool:
-    """Whether the first forward has made `root` the FSDP root."""
+def settle_root(root: nn.Module) -> None:
+    """Make `root` the FSDP root now, as its first forward would.
+
+    A part of the model that is called before the whole would else become a root of its own.
+    """
     assert isinstance(root, FSDPModule)
-    return root._get_fsdp_state()._is_root is True
+    root._get_fsdp_state()._lazy_init()
 
 
 def master_tensors(root: nn.Module) -> list[torch.Tensor]:
@@ -310,12 +313,19 @@ class BackwardWatch:
 
     def __init__(self, root: nn.Module, on_backward: Callable[[], None]) -> None:
         self.used: set[int] = set()
+        self.ran = False
         self._on_backward = on_backward
         for group in _param_groups(root):
             group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
 
+    def restart(self) -> None:
+        """Forget what was seen."""
+        self.used.clear()
+        self.ran = False
+
     def _post_backward(self, group: Any, original: Callable[..., None], *unused: Any) -> None:
         self._on_backward()
+        self.ran = True
         if not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
             return  # never gathered, so that torch would look for gradients on no copy
         trainable = [

@@ -59,7 +59,7 @@ class Agreement:
         self._parameters = _torch.managed_parameters(root)
         self._replicated = [p for p in replicated if p.is_floating_point()]
         self._watch = _torch.BackwardWatch(root, on_backward)
-        self._without_grad: list[nn.Parameter] | None = None
+        self._without_grad: list[nn.Parameter] = []
         self._order = Order(group, compare=device.type == "cpu", first_code=index << 16)
         self._in_flight = InFlight()
         if self._world_size > 1:
@@ -82,8 +82,8 @@ class Agreement:
         _torch.after_root_backward(root, self._in_flight.complete)
 
     def window_opens(self) -> None:
-        """Remember which parameters have no gradient before the window's first forward."""
-        if self._without_grad is None:
+        """Remember which parameters have no gradient before the window's first backward."""
+        if not self._watch.ran:
             self._without_grad = [p for p in self._parameters if p.grad is None]
 
     def window_closes(self) -> None:
@@ -92,18 +92,17 @@ class Agreement:
         Raises:
             ScheduleError: On every rank, when the ranks' schedules differed.
         """
-        self._average_replicated()
-        fresh = self._without_grad or []
-        self._without_grad = None
+        fresh, self._without_grad = self._without_grad, []
         if self._world_size > 1:
-            self._order.end()
+            self._order.end()  # before any other message, which would meet one of another rank's
+            self._average_replicated()
             used = self._agree_on_used()
         else:
             used = self._watch.used
         for parameter in fresh:
             if id(parameter) not in used:
                 parameter.grad = None
-        self._watch.used.clear()
+        self._watch.restart()
         self._order.restart()
 
     def _agree_on_used(self) -> set[int]:
@@ -118,7 +117,7 @@ class Agreement:
 
     def _average_replicated(self) -> None:
         trained = [p for p in self._replicated if p.requires_grad]
-        if not trained or self._world_size == 1:
+        if not trained:
             return
         device = trained[0].device
         pieces: list[torch.Tensor] = [
@@ -143,7 +142,9 @@ class Agreement:
 
     def reset(self) -> None:
         """Forget a window that was not completed."""
-        self._without_grad = None
+        self._without_grad = []
+        if self._order.parted is not None:
+            self._in_flight.drop()
         self._in_flight.complete()
-        self._watch.used.clear()
+        self._watch.restart()
         self._order.restart()

@@ -33,15 +33,25 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module]) -> Non
         )
     covered: set[nn.Module] = set()
     for module in model.modules():
-        enable = getattr(module, "gradient_checkpointing_enable", None)
-        if module in covered or not callable(enable):
-            continue
-        if getattr(module, "supports_gradient_checkpointing", False):
-            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if module not in covered and getattr(module, "supports_gradient_checkpointing", False):
+            _enable_own(module)
             covered.update(module.modules())
     for block in blocks:
         if block not in covered:
             block.forward = _recomputed(block.forward)
+
+
+def _enable_own(model: nn.Module) -> None:
+    # transformers 5.24 renamed it, and warns about the old name.
+    for kind in ("activation", "gradient"):
+        enable = getattr(model, f"{kind}_checkpointing_enable", None)
+        if callable(enable):
+            enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
+            return
+    raise ModelError(
+        f"Expected {type(model).__name__} to have activation_checkpointing_enable(), as it says "
+        "that it supports checkpointing."
+    )
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from typing import Any
 
 import torch
@@ -35,13 +36,17 @@ class Check:
         Raises:
             ScheduleError: On every rank, naming the units, when the ranks differ.
         """
-        if self._everyone is None:
-            return
+        if self._everyone is not None:
+            self._order.confirm_through(self)
+
+    def compare(self) -> str | None:
+        """Wait for the comparison; return what differs, if anything does."""
+        assert self._everyone is not None
         self._work.wait()
         codes = self._everyone.tolist()
         self._everyone = None
-        if any(code != self._code for code in codes):
-            raise ScheduleError(self._order.describe(codes))
+        same = all(code == self._code for code in codes)
+        return None if same else self._order.describe(codes)
 
 
 class Order:
@@ -66,6 +71,10 @@ class Order:
         """Names of the units, by index."""
         self.checksum = 0
         """Of the order since the window began; below 2**31, so that sums over ranks are exact."""
+        self.parted: str | None = None
+        """How the ranks' orders parted. Messages of the units concerned may still be under way,
+        so that nothing can be exchanged any more."""
+        self._pending: deque[Check] = deque()
 
     def announce(self, kind: str, unit: int) -> tuple[Check, int]:
         """Note the next collective.
@@ -84,10 +93,31 @@ class Order:
     def _start(self, code: int) -> Check:
         if not self._compare:
             return Check(self, code, None, None)
+        if self.parted is not None:
+            raise ScheduleError(self.parted)
         everyone = torch.empty(self._world_size, dtype=torch.int64)
         mine = torch.tensor([code], dtype=torch.int64)
         work = all_gather_flat(everyone, mine, group=self._group, async_op=True)
-        return Check(self, code, everyone, work)
+        check = Check(self, code, everyone, work)
+        self._pending.append(check)
+        return check
+
+    def confirm_through(self, check: Check) -> None:
+        """Confirm every comparison up to `check`, in the order they were started.
+
+        A rank that finds a difference starts no more of them, so its peers must not wait for a
+        later one first.
+
+        Raises:
+            ScheduleError: On every rank, when the ranks differ.
+        """
+        while self.parted is None:
+            first = self._pending.popleft()
+            self.parted = first.compare()
+            if first is check and self.parted is None:
+                return
+        self._pending.clear()
+        raise ScheduleError(self.parted)
 
     def end(self) -> None:
         """Compare that every rank is through with the window's collectives.

@@ -101,6 +101,10 @@ class InFlight:
         self.complete()
         self._finish = finish
 
+    def drop(self) -> None:
+        """Forget the reduction under way, which will never be complete."""
+        self._finish = None
+
     def complete(self) -> None:
         """Wait for the reduction under way, if any."""
         finish, self._finish = self._finish, None

@@ -305,7 +305,7 @@ def _extra_state(root: str) -> None:
         assert torch.equal(inner.state["amax"], torch.arange(4.0))
         assert last.state == b"raw" and int(last.count) == 41
         assert last.mask.tolist() == [True, False, False, False, False]
-    again = sharded(Checkpointed.build(None))
+    again = sharded(Checkpointed.build(object()))  # what is there before does not matter
     load_model(again.model, Reader(f"{root}/extra").model_state(0, again.model))
     assert again.model[2].state == b"raw"
     load_model(again.model, Checkpointed.build("from a plain state dict").state_dict())
