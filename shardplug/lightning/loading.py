@@ -1,0 +1,65 @@
+"""Out of a sharded checkpoint, back to an ordinary LightningModule."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from shardplug.checkpoint import Reader, is_checkpoint
+from shardplug.errors import CheckpointError
+from shardplug.lightning.restoring import read_meta
+
+__all__ = ["load_from_checkpoint"]
+
+ModuleT = TypeVar("ModuleT")
+
+
+def load_from_checkpoint(
+    cls: type[ModuleT],
+    path: str | os.PathLike[str],
+    *,
+    weights_only: bool | None = None,
+    **kwargs: Any,
+) -> ModuleT:
+    """Build an unsharded LightningModule from a checkpoint folder, or from an ordinary file.
+
+    Does what `cls.load_from_checkpoint` does for a file; needs no process group and no Trainer,
+    and reads the whole model into this process's memory.
+
+    Args:
+        cls: The LightningModule class.
+        path: A folder that a zero strategy saved, or a Lightning checkpoint file.
+        weights_only: False also unpickles hyper-parameters that are not plain values.
+        **kwargs: Passed on: `map_location`, `strict`, and hyper-parameters to replace.
+
+    Returns:
+        The module, with whole parameters.
+
+    Raises:
+        CheckpointError: When there is no checkpoint at the path.
+    """
+    path = Path(path)
+    build: Any = cls.load_from_checkpoint  # type: ignore[attr-defined]
+    if path.is_file():
+        loaded: ModuleT = build(path, weights_only=weights_only, **kwargs)
+        return loaded
+    if not is_checkpoint(path):
+        raise CheckpointError(
+            f"Expected a checkpoint folder written by shardplug, or a Lightning checkpoint file, "
+            f"got {path}."
+        )
+    reader = Reader(path, alone=True)
+    checkpoint = read_meta(reader, weights_only)
+    checkpoint["state_dict"] = reader.whole_state(0)
+    checkpoint.setdefault("pytorch-lightning_version", "2.0.0")
+    # Lightning's own loader reads a file object; what is in it was vetted above.
+    with tempfile.TemporaryFile() as file:
+        torch.save(checkpoint, file)
+        file.seek(0)
+        del checkpoint
+        module: ModuleT = build(file, weights_only=False, **kwargs)
+    return module

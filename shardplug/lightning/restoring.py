@@ -1,0 +1,239 @@
+"""Restoring through the Trainer: from a sharded folder, or from an ordinary Lightning file.
+
+Loading returns Lightning's checkpoint dictionary with the tensors in it, sharded; what
+`on_load_checkpoint` changes there is what is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from shardplug.checkpoint import Reader, is_checkpoint, load_model, load_optimizer
+from shardplug.errors import CheckpointError, ConfigError
+from shardplug.hosts import meta
+from shardplug.hosts.loader import resumable
+from shardplug.hosts.paths import local_path
+from shardplug.hosts.rng import set_rng_state
+from shardplug.lightning import callbacks, tensors
+from shardplug.lightning.saving import OWN_KEY, combined_loader
+
+if TYPE_CHECKING:
+    _Base: Any  # Lightning's ParallelStrategy
+else:
+    _Base = object
+
+__all__ = ["Restores", "read_meta"]
+
+_HYPER_PARAMETERS = (
+    "hyper_parameters",
+    "hparams_type",
+    "datamodule_hyper_parameters",
+    "datamodule_hparams_type",
+)
+
+
+class Restores(_Base):  # type: ignore[misc]
+    """The part of the strategy that restores."""
+
+    _namespace: str
+    _pending_rng: dict[str, Any] | None = None
+    _fetches_before_rng = 0
+    _trainable: list[str] | None = None
+    _is_running = False
+    """Between the end of set-up and teardown."""
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Read a folder of shardplug's, or an ordinary Lightning file. Collective.
+
+        Args:
+            checkpoint_path: Folder or file; rank 0's counts.
+            weights_only: True refuses pickled objects, False unpickles them. None, for a folder,
+                leaves pickled hyper-parameters out (training does not need them) and refuses
+                others; for a file it means what it means to `torch.load`.
+
+        Returns:
+            Lightning's checkpoint dictionary, with sharded tensors.
+
+        Raises:
+            CheckpointError: On every rank, when there is no checkpoint at the path.
+        """
+        if self.lightning_module is None:
+            raise ConfigError("Expected a module to load the checkpoint for: call trainer.fit etc.")
+        path = local_path(self.broadcast(os.fspath(checkpoint_path)))
+        found = "folder" if is_checkpoint(path) else "file" if path.is_file() else "nothing"
+        found = self.broadcast(found)
+        self.shard_module()
+        if found == "folder":
+            return self._load_folder(path, weights_only)
+        if found == "file":
+            return self._load_file(path, weights_only)
+        raise CheckpointError(
+            f"Expected a checkpoint folder written by shardplug, or a Lightning checkpoint file, "
+            f"got {path}, {_what_it_is(path)}."
+        )
+
+    def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        names, reader = tensors.Names(module), Reader(path)
+        checkpoint = read_meta(reader, weights_only)
+        own = checkpoint.pop(OWN_KEY, {})
+
+        def read(index: int) -> dict[str, torch.Tensor]:
+            strict = module.strict_loading and index == 0
+            return names.all(reader.model_state(index, module, strict=strict))
+
+        checkpoint = tensors.put_back(checkpoint, read)
+        checkpoint["state_dict"] = read(0)
+        version = importlib.import_module(self._namespace).__version__
+        checkpoint.setdefault("pytorch-lightning_version", version)
+        if module.trainer.state.fn == "fit":
+            # Optimizers do not exist yet: hooks run in the order they have with DDP.
+            states = [reader.optimizer_state(i, [module]) for i in range(reader.num_optimizers)]
+            if states:
+                checkpoint["optimizer_states"] = states
+            self._plan_continuation(reader, checkpoint, own)
+        return dict(checkpoint)
+
+    def _load_file(self, path: Path, weights_only: bool | None) -> Any:
+        checkpoint = torch.load(
+            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only
+        )
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+        in_epoch = progress and progress["current"]["ready"] and not progress.get("is_last_batch")
+        if in_epoch and not combined_loader(checkpoint) and self.is_global_zero:
+            warnings.warn(
+                f"{path} was saved in the middle of an epoch and does not say where in the data: "
+                "training goes on from the beginning of the epoch's data.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return tensors.distribute(checkpoint, tensors.Names(self.lightning_module))
+
+    def _plan_continuation(
+        self, reader: Reader, checkpoint: dict[str, Any], own: Mapping[str, Any]
+    ) -> None:
+        """Prepare each rank's random numbers and data position for the first training batch."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        same_world = reader.manifest["world_size"] == world_size
+        loaders = own.get("loaders", [])
+        self._trainable = own.get("trainable")
+        if same_world:
+            # Read now, as the folder may be gone by then (ModelCheckpoint's top k).
+            rng_file = reader.path / f"rng_{rank}.pt"
+            self._pending_rng = torch.load(rng_file, weights_only=True)
+            if self._is_running:  # a tuner goes back to where it began
+                self.restore_rng()
+        if same_world and loaders:
+            self._fetches_before_rng = loaders[rank]["ahead"]
+            if loaders[rank]["states"]:
+                fit_loop = checkpoint["loops"]["fit_loop"]
+                fit_loop["state_dict"]["combined_loader"] = loaders[rank]["states"]
+        if "loops" not in checkpoint:
+            self._adopt_step(checkpoint)
+
+    def _adopt_step(self, checkpoint: dict[str, Any]) -> None:
+        """Take the step count over from a folder that another framework has written."""
+        step = checkpoint.get("step", checkpoint.get("extra", {}).get("step"))
+        checkpoint.setdefault("lr_schedulers", [])
+        if step is None:
+            return
+        epoch_loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        automatic = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        manual = epoch_loop.manual_optimization.optim_step_progress.total
+        for counter in (automatic, manual):
+            counter.ready = counter.completed = int(step)
+        epoch_loop._batches_that_stepped = int(step)
+
+    def on_train_start(self) -> None:
+        """Freeze what was frozen, where a finetuning callback is not asked in mid-epoch."""
+        names, self._trainable = self._trainable, None
+        callbacks.set_trainable(self.lightning_module.trainer, self.lightning_module, names)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Make an ordinary training DataLoader resumable in the middle of an epoch."""
+        module = self.lightning_module
+        if module is None or not module.trainer.training or not isinstance(dataloader, DataLoader):
+            return dataloader
+        return resumable(dataloader, before_fetch=self._before_fetch)
+
+    def _before_fetch(self) -> None:
+        if self._fetches_before_rng:
+            self._fetches_before_rng -= 1
+        else:
+            self.restore_rng()
+
+    def restore_rng(self) -> None:
+        """Go on with the saved run's random numbers; does nothing the second time."""
+        state = self._pending_rng
+        self.forget_rng()
+        if state is not None:
+            set_rng_state(state)
+
+    def forget_rng(self) -> None:
+        """Give up random numbers that were to be restored."""
+        self._pending_rng = None
+        self._fetches_before_rng = 0
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load `checkpoint["state_dict"]`, sharded or whole, into the module."""
+        load_model(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load `checkpoint["optimizer_states"]`, sharded or whole, by name or by position."""
+        states = [s for s in checkpoint["optimizer_states"] if s["param_groups"]]
+        optimizers = self.real_optimizers()
+        if len(states) != len(optimizers):
+            raise CheckpointError(
+                f"Expected the state of {len(optimizers)} optimizers, as configure_optimizers "
+                f"returned, got {len(states)} in the checkpoint."
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
+            load_optimizer([self.lightning_module], optimizer, state, copy=False)
+
+
+def read_meta(reader: Reader, weights_only: bool | None) -> dict[str, Any]:
+    """Read a folder's metadata, treating pickled objects as `load_checkpoint` says.
+
+    Raises:
+        CheckpointError: For pickled objects that may not be unpickled, naming them.
+    """
+    checkpoint = dict(reader.meta)
+    if weights_only is None:
+        for key in _HYPER_PARAMETERS:
+            left_out = meta.pickled_entries(checkpoint.get(key), key)
+            if not left_out:
+                continue
+            entries = checkpoint.pop(key)
+            if key not in left_out:
+                checkpoint[key] = {k: v for k, v in entries.items() if not meta.pickled_entries(v)}
+            warnings.warn(
+                f"Left out of {reader.path}, because they are pickled objects: "
+                f"{', '.join(left_out)}. Training does not need them; pass weights_only=False to "
+                "read them, if you trust where the checkpoint comes from.",
+                UserWarning,
+                stacklevel=3,
+            )
+    decoded: dict[str, Any] = meta.decode(checkpoint, unpickle=weights_only is False)
+    return decoded
+
+
+def _what_it_is(path: Path) -> str:
+    if not path.is_dir():
+        return "which does not exist"
+    if (path / "meta.pt").is_file():
+        return (
+            "a folder that another sharded strategy wrote: make a file of it first, with "
+            "`python -m lightning.pytorch.utilities.consolidate_checkpoint`"
+        )
+    return "a folder without a manifest"
