@@ -265,6 +265,10 @@ class ZeroEngine:
 
     def _succeed(self, optimizer: torch.optim.Optimizer, old: nn.Parameter) -> nn.Parameter:
         new: nn.Parameter | None = self._successors.get(old)
+        if new is None:
+            # After a forward without a backward, stages 1 and 2 still show gathered copies.
+            copies = (_torch.sharded_of_gathered(model) for model in self.models)
+            new = next((known[id(old)] for known in copies if id(old) in known), None)
         if new is None or new is old:
             return old
         if old in optimizer.state:

@@ -43,6 +43,7 @@ __all__ = [
     "set_collectives",
     "set_gather_ahead",
     "settle_root",
+    "sharded_of_gathered",
     "storage_bytes",
     "unit_groups",
 ]
@@ -79,6 +80,16 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def managed_parameters(root: nn.Module) -> list[nn.Parameter]:
     """Return every sharded parameter, in a fixed order, whatever is registered at the moment."""
     return [p.sharded_param for group in _param_groups(root) for p in group.fsdp_params]
+
+
+def sharded_of_gathered(root: nn.Module) -> dict[int, nn.Parameter]:
+    """Map the id of each gathered copy that was ever registered to its sharded parameter."""
+    return {
+        id(param._unsharded_param): param.sharded_param
+        for group in _param_groups(root)
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param")
+    }
 
 
 def settle_root(root: nn.Module) -> None:

@@ -36,7 +36,7 @@ class Check:
         Raises:
             ScheduleError: On every rank, naming the units, when the ranks differ.
         """
-        if self._everyone is not None:
+        if self._everyone is not None or self._order.parted is not None:
             self._order.confirm_through(self)
 
     def compare(self) -> str | None:
@@ -75,6 +75,7 @@ class Order:
         """How the ranks' orders parted. Messages of the units concerned may still be under way,
         so that nothing can be exchanged any more."""
         self._pending: deque[Check] = deque()
+        self._messages: list[list[Any]] = []
 
     def announce(self, kind: str, unit: int) -> tuple[Check, int]:
         """Note the next collective.
@@ -101,6 +102,15 @@ class Order:
         check = Check(self, code, everyone, work)
         self._pending.append(check)
         return check
+
+    def hold(self, messages: list[Any]) -> None:
+        """Keep messages alive until their list is emptied, that is, until they have arrived.
+
+        A rank that finds a difference unwinds. A message dropped there might not have left yet,
+        and a peer that needs it before it finds the difference would wait in vain.
+        """
+        self._messages = [kept for kept in self._messages if kept]
+        self._messages.append(messages)
 
     def confirm_through(self, check: Check) -> None:
         """Confirm every comparison up to `check`, in the order they were started.

@@ -69,6 +69,7 @@ class PeerGather:
         ]
         if parts[rank].data_ptr() != input_tensor.data_ptr():
             parts[rank].copy_(input_tensor)
+        self._order.hold(works)
         handle = _Gathering(check, works)
         if async_op:
             return handle
@@ -173,11 +174,13 @@ class PeerReduce:
             dist.isend(parts[peer], group=group, group_dst=peer, tag=tag)
             for peer in reversed(_others(rank, size))
         ]
+        self._order.hold(works)
 
         def finish() -> None:
             check.confirm()
             for work in works:
                 work.wait()
+            works.clear()
             with torch.no_grad():
                 torch.add(received[0], received[1], out=output_tensor)
                 for part in received[2:]:

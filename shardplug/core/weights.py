@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -86,18 +87,18 @@ class Filler:
             ModelError: When a module on meta does not know how to initialise itself.
         """
         new_tensors: list[torch.Tensor] = []
-        on_meta: dict[nn.Module, None] = {}
+        on_meta: dict[nn.Module, list[torch.Tensor]] = {}
         for module, name, tensor in list(own_tensors(modules)):
             made = self._made.get(tensor)
             if made is None:
                 made = self._made[tensor] = _on_device(tensor, self._device)
                 new_tensors.append(made)
                 if tensor.is_meta:
-                    on_meta[module] = None
+                    on_meta.setdefault(module, []).append(made)
             if made is not tensor:
                 registry = module._parameters if name in module._parameters else module._buffers
                 registry[name] = made  # type: ignore[assignment]
-        _initialise(self._root, list(on_meta))
+        _initialise(self._root, on_meta)
         for tensor in new_tensors:
             # As bytes: not every backend sends bool, complex or integer tensors.
             dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)
@@ -119,24 +120,33 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return moved
 
 
-def _initialise(root: nn.Module, modules: list[nn.Module]) -> None:
-    """Run each module's own initialisation; the same on every rank, then rank 0's is sent."""
-    if not modules:
+def _initialise(root: nn.Module, on_meta: dict[nn.Module, list[torch.Tensor]]) -> None:
+    """Run each module's own initialisation; the same on every rank, then rank 0's is sent.
+
+    Args:
+        root: The whole model.
+        on_meta: Modules, with those of their tensors that were on meta.
+    """
+    if not on_meta:
         return
     names = {module: name for name, module in root.named_modules()}
     owners = [m for m in root.modules() if hasattr(m, "_init_weights") and hasattr(m, "config")]
-    for module in modules:
+    for module, new in on_meta.items():
         owner = next((o for o in reversed(owners) if module in set(o.modules())), None)
-        own = [tensor for _, _, tensor in own_tensors([module])]
+        filled = {id(tensor) for tensor in new}
+        real = [t for _, _, t in own_tensors([module]) if id(t) not in filled and not t.is_meta]
+        values = [tensor.detach().clone() for tensor in real]
+        steps: list[Callable[[], object]] = []
+        if owner is not None:
+            steps.append(functools.partial(getattr(owner, "_init_weights"), module))  # noqa: B009
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            steps.append(reset)
+        tries = range(1, len(steps) + 1)
+        done = any(_initialises(steps[:count], new) for count in tries)
         with torch.no_grad():
-            for tensor in own:
-                if tensor.is_floating_point():
-                    tensor.fill_(float("nan"))  # whatever stays NaN was not initialised
-            if owner is not None:
-                owner._init_weights(module)  # type: ignore[operator]
-            if not _filled(own) and callable(getattr(module, "reset_parameters", None)):
-                module.reset_parameters()  # type: ignore[operator]
-        if not _filled(own):
+            for tensor, value in zip(real, values, strict=True):
+                tensor.copy_(value)
+        if not done:
             raise ModelError(
                 f"{names[module] or 'The model'} ({type(module).__name__}) was built on meta and "
                 "has no way to initialise its own parameters and buffers. Give it a "
@@ -144,5 +154,30 @@ def _initialise(root: nn.Module, modules: list[nn.Module]) -> None:
             )
 
 
-def _filled(tensors: list[torch.Tensor]) -> bool:
-    return not any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors)
+def _initialises(steps: list[Callable[[], object]], tensors: list[torch.Tensor]) -> bool:
+    """Run an initialisation, and say whether it set every one of the tensors."""
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.fill_(_mark(tensor))
+        for step in steps:
+            step()
+        untouched = [t for t in tensors if bool((t != t).any()) or _is_marked(t)]
+        flags = [t for t in untouched if t.dtype == torch.bool]
+        if not flags or len(flags) < len(untouched):
+            return not untouched
+        for flag in flags:  # False may be what they were set to: try again from True
+            flag.fill_(True)
+        for step in steps:
+            step()
+        return not any(bool(flag.all()) for flag in flags)
+
+
+def _mark(tensor: torch.Tensor) -> float | int:
+    """A value that no initialisation sets: what keeps it was left out."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return float("nan")
+    return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max - 17
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and bool((tensor == _mark(tensor)).all())
