@@ -29,7 +29,7 @@ _PRESETS["zero2_offload"] = _PRESETS["zero2_cpu"]
 _PRESETS["zero3_offload"] = _PRESETS["zero3_cpu"]
 
 PRESETS: tuple[str, ...] = tuple(_PRESETS)
-"""Names accepted by :meth:`ZeroConfig.preset` and as strategy strings."""
+"""Names accepted by `ZeroConfig.preset` and as strategy strings."""
 
 _DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -126,7 +126,7 @@ class ZeroConfig:
         """Build the configuration behind a strategy string.
 
         Args:
-            name: One of :data:`PRESETS`, in any case.
+            name: One of `PRESETS`, in any case.
             **overrides: Fields that replace the preset's.
 
         Raises:

@@ -1,11 +1,13 @@
 """Exceptions raised by shardplug.
 
-    ShardplugError
-    |-- ConfigError      (ValueError)    an option or a combination that cannot be honoured
-    |-- ModelError       (ValueError)    a model that cannot be sharded as it is
-    |-- OptimizerError   (ValueError)    an optimizer that would not train the sharded model
-    |-- ScheduleError    (RuntimeError)  a call at the wrong moment of an accumulation window
-    `-- CheckpointError  (RuntimeError)  a folder that is no checkpoint, or does not match
+```text
+ShardplugError
+|-- ConfigError      (ValueError)    an option or a combination that cannot be honoured
+|-- ModelError       (ValueError)    a model that cannot be sharded as it is
+|-- OptimizerError   (ValueError)    an optimizer that would not train the sharded model
+|-- ScheduleError    (RuntimeError)  a call at the wrong moment of an accumulation window
+`-- CheckpointError  (RuntimeError)  a folder that is no checkpoint, or does not match
+```
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ __all__ = [
     "after_root_backward",
     "all_gather_flat",
     "announce_collectives",
+    "clamp_all",
     "drop_unreduced_gradients",
     "gathered_tensors",
     "gradient_tensors",
@@ -36,7 +37,10 @@ __all__ = [
     "managed_parameters",
     "master_tensors",
     "may_reduce_late",
+    "multiply_all",
+    "refresh_dtypes",
     "register_extra_outputs",
+    "replaced_parameters",
     "reset_iteration",
     "reshard_all",
     "reshard_own",
@@ -77,9 +81,55 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply tensors of one device and dtype in place, in few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def clamp_all(tensors: list[torch.Tensor], low: float, high: float) -> None:
+    """Clamp tensors of one device and dtype in place, in few kernels."""
+    torch._foreach_clamp_min_(tensors, low)
+    torch._foreach_clamp_max_(tensors, high)
+
+
 def managed_parameters(root: nn.Module) -> list[nn.Parameter]:
     """Return every sharded parameter, in a fixed order, whatever is registered at the moment."""
     return [p.sharded_param for group in _param_groups(root) for p in group.fsdp_params]
+
+
+def refresh_dtypes(root: nn.Module) -> list[str]:
+    """Let units that were frozen when their dtypes were read be trained.
+
+    Returns:
+        Names of trainable parameters that lack the fp32 master that mixed precision calls for,
+        because they were frozen, and kept in their own dtype, when the model was sharded.
+    """
+    lacking: list[str] = []
+    for group in _param_groups(root):
+        trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        if group.mp_policy.param_dtype is not None:
+            low = [p for p in trainable if p.orig_dtype in (torch.bfloat16, torch.float16)]
+            lacking += [p._param_fqn or p._module_info.param_name for p in low]
+        if trainable and group._orig_dtype is None and not lacking:
+            group._init_mp_dtypes()
+    return lacking
+
+
+def replaced_parameters(root: nn.Module) -> list[str]:
+    """Names of parameters that were replaced after sharding; the next gather would undo it."""
+    found: list[str] = []
+    for group in _param_groups(root):
+        for param in group.fsdp_params:
+            info = param._module_info
+            places = [(info.module, info.param_name)]
+            places += zip(info.shared_modules, info.shared_param_names, strict=True)
+            for module, name in places:
+                now = module._parameters.get(name)
+                if now is not param.sharded_param and (
+                    now is None or now is not getattr(param, "_unsharded_param", None)
+                ):
+                    found.append(param._param_fqn or name)
+    return found
 
 
 def sharded_of_gathered(root: nn.Module) -> dict[int, nn.Parameter]:

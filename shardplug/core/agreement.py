@@ -12,6 +12,7 @@ from torch import nn
 from shardplug.core import _torch
 from shardplug.core.order import Order
 from shardplug.core.peer import InFlight, PeerGather, PeerReduce
+from shardplug.errors import ModelError
 
 __all__ = ["Agreement", "control_group"]
 
@@ -54,6 +55,7 @@ class Agreement:
         index: int,
         on_backward: Callable[[], None],
     ) -> None:
+        self._root = root
         self._group = group
         self._world_size = dist.get_world_size(group)
         self._parameters = _torch.managed_parameters(root)
@@ -82,8 +84,23 @@ class Agreement:
         _torch.after_root_backward(root, self._in_flight.complete)
 
     def window_opens(self) -> None:
-        """Remember which parameters have no gradient before the window's first backward."""
+        """Remember which parameters have no gradient before the window's first backward.
+
+        Raises:
+            ModelError: When a parameter was replaced, or unfrozen in a low dtype, after sharding.
+        """
         if not self._watch.ran:
+            if replaced := _torch.replaced_parameters(self._root):
+                raise ModelError(
+                    f"Expected {', '.join(replaced[:4])} to be the parameter that was sharded, but "
+                    "it was replaced. Tie, replace or resize weights before engine.shard(model)."
+                )
+            if lacking := _torch.refresh_dtypes(self._root):
+                raise ModelError(
+                    f"Expected {', '.join(lacking[:4])} to stay frozen: frozen when the model was "
+                    "sharded, they were kept in their low dtype, without the fp32 master weights "
+                    "of mixed precision. Load the model in fp32, or freeze after engine.shard()."
+                )
             self._without_grad = [p for p in self._parameters if p.grad is None]
 
     def window_closes(self) -> None:

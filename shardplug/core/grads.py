@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch import clamp_all, local_tensor, multiply_all
 
 __all__ = ["clip_by_value", "global_norm", "scale_to_norm"]
 
@@ -69,15 +69,14 @@ def scale_to_norm(parameters: Iterable[torch.Tensor], norm: float, max_norm: flo
     factor = max_norm / (norm + 1e-6)
     if factor >= 1.0:
         return
-    _foreach(parameters, lambda grads: torch._foreach_mul_(grads, factor))
+    _foreach(parameters, lambda grads: multiply_all(grads, factor))
 
 
 def clip_by_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamp every element of the gradients to [-clip_value, clip_value]."""
 
     def clamp(grads: list[torch.Tensor]) -> None:
-        torch._foreach_clamp_min_(grads, -clip_value)
-        torch._foreach_clamp_max_(grads, clip_value)
+        clamp_all(grads, -clip_value, clip_value)
 
     _foreach(parameters, clamp)
 

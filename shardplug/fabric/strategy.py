@@ -252,7 +252,7 @@ def strategy_class(namespace_: str) -> Callable[..., Any]:
         namespace_: "lightning.fabric" or "lightning_fabric".
 
     Returns:
-        A subclass of that namespace's ParallelStrategy, with :class:`FabricStrategy`'s options.
+        A subclass of that namespace's ParallelStrategy, with `FabricStrategy`'s options.
 
     Raises:
         ConfigError: For another name.

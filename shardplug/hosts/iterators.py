@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ class Position:
     """Where the iterator under way is."""
 
     before_fetch: Callable[[], None]
+    beginning: Callable[[], AbstractContextManager[None]]
+    """Context that the iterator of a new epoch is made in."""
     batches: int = 0
     """Batches of this epoch handed out."""
     at_start: dict[str, Any] | None = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,13 +43,16 @@ def is_resumable(loader: object) -> bool:
 
 
 def resumable(
-    loader: DataLoader[Any], before_fetch: Callable[[], None] = lambda: None
+    loader: DataLoader[Any],
+    before_fetch: Callable[[], None] = lambda: None,
+    beginning: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> DataLoader[Any]:
     """Return a resumable twin of `loader`; a loader that is resumable already is returned as is.
 
     Args:
         loader: Any DataLoader, also of a subclass. It is not changed.
         before_fetch: Called before a batch is fetched.
+        beginning: Makes the context that the iterator of a new epoch is made in.
 
     Returns:
         A shallow copy, an instance of the loader's class.
@@ -59,7 +63,7 @@ def resumable(
     kind = type(loader)
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     twin.__class__ = type(kind.__name__, (_Resumable, kind), body)
-    vars(twin)["_position"] = Position(before_fetch)
+    vars(twin)["_position"] = Position(before_fetch, beginning)
     return twin
 
 
@@ -93,7 +97,9 @@ class _Resumable(DataLoader[Any]):
         position.pending = None
         if state is not None:
             return self._resume(state)
-        return Counted(self._begin(), position, wants_state=position.at_start is not None)
+        with position.beginning():
+            iterator = self._begin()
+        return Counted(iterator, position, wants_state=position.at_start is not None)
 
     def _begin(self) -> Iterator[Any]:
         position = self._position

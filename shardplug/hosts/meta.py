@@ -82,7 +82,7 @@ def pickled_entries(value: Any, where: str = "checkpoint") -> dict[str, str]:
 
 
 def decode(value: Any, *, unpickle: bool, where: str = "checkpoint") -> Any:
-    """Undo :func:`encode`.
+    """Undo `encode`.
 
     Args:
         value: What `encode` returned.

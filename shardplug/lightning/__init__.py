@@ -7,7 +7,7 @@ string, for options, and what belongs to it.
 from shardplug.hosts.namespace import TRAINER as _TRAINER
 from shardplug.hosts.namespace import first_installed as _first_installed
 from shardplug.lightning.loading import load_from_checkpoint
-from shardplug.lightning.memory_curve import make_memory_curve
+from shardplug.lightning.memory_curve import make_memory_curve as _make_memory_curve
 from shardplug.lightning.strategy import strategy_class
 
 __all__ = ["MemoryCurve", "ZeroStrategy", "load_from_checkpoint", "strategy_class"]
@@ -17,5 +17,5 @@ _namespace = _first_installed(_TRAINER)
 ZeroStrategy = strategy_class(_namespace)
 """The strategy for the import name in use: `lightning.pytorch`, or `pytorch_lightning`."""
 
-MemoryCurve = make_memory_curve(_namespace)
+MemoryCurve = _make_memory_curve(_namespace)
 """The memory callback for the import name in use."""

@@ -11,7 +11,9 @@ import torch
 
 from shardplug.checkpoint import Reader, is_checkpoint
 from shardplug.errors import CheckpointError
+from shardplug.lightning import tensors
 from shardplug.lightning.restoring import read_meta
+from shardplug.lightning.saving import OWN_KEY
 
 __all__ = ["load_from_checkpoint"]
 
@@ -54,7 +56,12 @@ def load_from_checkpoint(
         )
     reader = Reader(path, alone=True)
     checkpoint = read_meta(reader, weights_only)
-    checkpoint["state_dict"] = reader.whole_state(0)
+    state = reader.whole_state(0)
+    for name, first in checkpoint.pop(OWN_KEY, {}).get("tied", {}).items():
+        if first in state:
+            state.setdefault(name, state[first])
+    checkpoint = tensors.put_back(checkpoint, reader.whole_state)
+    checkpoint["state_dict"] = state
     checkpoint.setdefault("pytorch-lightning_version", "2.0.0")
     # Lightning's own loader reads a file object; what is in it was vetted above.
     with tempfile.TemporaryFile() as file:

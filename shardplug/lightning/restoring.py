@@ -10,7 +10,8 @@ import importlib
 import os
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from shardplug.errors import CheckpointError, ConfigError
 from shardplug.hosts import meta
 from shardplug.hosts.loader import resumable
 from shardplug.hosts.paths import local_path
-from shardplug.hosts.rng import set_rng_state
+from shardplug.hosts.rng import replaying, rng_state, set_rng_state
 from shardplug.lightning import callbacks, tensors
 from shardplug.lightning.saving import OWN_KEY, combined_loader
 
@@ -165,13 +166,26 @@ class Restores(_Base):  # type: ignore[misc]
         module = self.lightning_module
         if module is None or not module.trainer.training or not isinstance(dataloader, DataLoader):
             return dataloader
-        return resumable(dataloader, before_fetch=self._before_fetch)
+        return resumable(dataloader, self._before_fetch, self._before_epoch)
 
     def _before_fetch(self) -> None:
         if self._fetches_before_rng:
             self._fetches_before_rng -= 1
         else:
             self.restore_rng()
+
+    @contextmanager
+    def _before_epoch(self) -> Generator[None, None, None]:
+        """Begin an epoch's data from the saved run's random numbers, and continue from there.
+
+        Hooks that run between this and the first batch draw from the present ones.
+        """
+        if self._pending_rng is None:
+            yield
+            return
+        with replaying(self._pending_rng):
+            yield
+            self._pending_rng = rng_state()
 
     def restore_rng(self) -> None:
         """Go on with the saved run's random numbers; does nothing the second time."""

@@ -96,6 +96,7 @@ class Saves(_Base):  # type: ignore[misc]
         rest["step"] = rest.get("global_step")
         rest[OWN_KEY] = {
             "loaders": self._loader_states(rest),
+            "tied": names.tied,
             "trainable": callbacks.trainable(self.lightning_module.trainer, self.lightning_module),
         }
         write(

@@ -248,7 +248,7 @@ def strategy_class(namespace_: str) -> Callable[..., Any]:
         namespace_: "lightning.pytorch" or "pytorch_lightning".
 
     Returns:
-        A subclass of that namespace's ParallelStrategy, with :class:`TrainerStrategy`'s options.
+        A subclass of that namespace's ParallelStrategy, with `TrainerStrategy`'s options.
 
     Raises:
         ConfigError: For another name.

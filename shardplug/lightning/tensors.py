@@ -37,6 +37,11 @@ class Names:
         first: dict[int, str] = {}
         self._first = {n: first.setdefault(id(t), n) for n, t in self._tensors.items()}
 
+    @property
+    def tied(self) -> dict[str, str]:
+        """Map the further names of tied tensors to the first, under which they are saved."""
+        return {name: first for name, first in self._first.items() if name != first}
+
     def cover(self, entries: Mapping[Any, Any]) -> bool:
         """Whether `entries` is a state of the module, or a part of it."""
         return bool(entries) and all(
@@ -55,7 +60,7 @@ class Names:
     def all(self, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Add the other names of tied tensors, as an unsharded module's state has them."""
         whole = dict(entries)
-        for name, first in self._first.items():
+        for name, first in self.tied.items():
             if name not in whole and first in whole:
                 whole[name] = whole[first]
         return whole
@@ -98,7 +103,7 @@ def take_out(value: Any, names: Names, models: list[dict[str, torch.Tensor]]) ->
 
 
 def put_back(value: Any, read: Callable[[int], Mapping[str, torch.Tensor]]) -> Any:
-    """Undo :func:`take_out`; `read` returns the model's state of an index. Collective."""
+    """Undo `take_out`; `read` returns the model's state of an index. Collective."""
     if isinstance(value, Mapping):
         if _PLACEHOLDER in value:
             return read(value[_PLACEHOLDER])

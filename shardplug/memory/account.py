@@ -13,10 +13,10 @@ With N shards, Adam and fp32 master weights, in bytes per parameter and rank:
 Not in the table: the units in flight (a unit has two to three copies while it is gathered, and
 its whole gradients have a staging copy while they are reduced, the last one until the next
 reduction or the window's end), activations, and the padding of dim 0 to a multiple of N, which
-:func:`model_states` states separately.
+`model_states` states separately.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
-figure 1, counts 4 + 12/N, 2 + 14/N and 16/N for fp16 training. See :func:`paper_bytes`. Ours
+figure 1, counts 4 + 12/N, 2 + 14/N and 16/N for fp16 training. See `paper_bytes`. Ours
 differs in three ways: the 2-byte weights are a gathered copy that exists only inside a step, so
 no stage holds full weights at rest; gradient shards are kept in master precision (4 bytes, not
 2); and stage 1 with one micro-batch per window reduces each gradient as it arrives, so full

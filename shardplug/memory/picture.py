@@ -48,7 +48,7 @@ class PngSink:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, title: str = "") -> None:
-        """Prepare the sink; the file is written by :meth:`close`.
+        """Prepare the sink; the file is written by `close`.
 
         Args:
             path: File to write.
@@ -90,7 +90,7 @@ class PngSink:
 
 
 def draw_png(rows: Sequence[MemoryRow], path: str | os.PathLike[str], *, title: str = "") -> None:
-    """Draw rows, for example from :func:`shardplug.memory.read_jsonl`, into a PNG.
+    """Draw rows, for example from `shardplug.memory.read_jsonl`, into a PNG.
 
     Shown is the rank with the highest peak. On the left are its model states, each phase where
     they were largest; on the right everything over all steps, with the peak of each rank; of more
@@ -161,7 +161,7 @@ def _draw_phases(axes: Axes, shown: list[MemoryRow]) -> None:
         axes.annotate(
             f"{total:#.3g}", (x, total), xytext=(0, 2), textcoords="offset points", ha="center"
         )
-    axes.margins(y=0.08)
+    axes.set_ylim(0, 1.08 * max(low))  # a margin would stop at bars of no height
     axes.set_xticks(range(len(phases)), [phase.replace("_", "\n") for phase in phases])
     axes.set_ylabel(f"model states of one rank, {unit}")
     axes.set_title("model states, each phase at its highest", fontsize="medium")

@@ -24,7 +24,7 @@ class MemoryRow:
     """Optimizer steps done, this one included."""
 
     phase: str
-    """One of :data:`PHASES`."""
+    """One of `PHASES`."""
 
     rank: int
     """Global rank."""
@@ -52,7 +52,7 @@ class MemoryRow:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes of each of :data:`KINDS`, in that order."""
+        """Bytes of each of `KINDS`, in that order."""
         return {kind: getattr(self, f"{kind}_bytes") for kind in KINDS}
 
     @property

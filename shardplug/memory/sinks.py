@@ -75,7 +75,7 @@ class JsonlSink:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[MemoryRow]:
-    """Read the rows back that a :class:`JsonlSink` wrote.
+    """Read the rows back that a `JsonlSink` wrote.
 
     A file that was continued by a resumed run can hold a step twice; the last one counts.
 

@@ -21,7 +21,7 @@ _FIELDS = (*(f"{kind}_bytes" for kind in KINDS), "peak_bytes", "held_bytes")
 
 
 class TrackedEngine(Protocol):
-    """The part of :class:`shardplug.ZeroEngine` that a tracker needs."""
+    """The part of `shardplug.ZeroEngine` that a tracker needs."""
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +76,7 @@ class MemoryTracker:
 
         Args:
             engine: The engine whose books are read.
-            sinks: Receivers of the rows; closed by :meth:`close`.
+            sinks: Receivers of the rows; closed by `close`.
             every_n_steps: Log the first step seen, and the steps whose number is a multiple.
             first_step: Optimizer steps done before, when a run is resumed.
 

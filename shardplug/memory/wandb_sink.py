@@ -47,7 +47,7 @@ class WandbSink:
     step moves that counter on. A host that passes its own step to `run.log`, as Accelerate does,
     would lose its losses to our rows. Therefore by default our values join the host's rows: they
     are put into the row that is open, and wait while that row already has some. What still waits
-    at the end is written by :meth:`close`, so memory is best logged as often as the host logs.
+    at the end is written by `close`, so memory is best logged as often as the host logs.
     """
 
     def __init__(self, run: WandbRun, *, host_passes_step: bool = True) -> None:

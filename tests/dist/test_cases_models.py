@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardplug import ZeroConfig, ZeroEngine
+from shardplug.errors import ModelError
 from tests.support.models import VOCAB, Block, TinyLM, lm_loss, tokens
 from tests.support.parity import (
     GRADIENTS,
@@ -473,6 +474,43 @@ def _freeze_and_unfreeze(stage: int) -> None:
     assert [group["lr"] for group in pairs[1][1].param_groups] == [1e-3, 5e-4]
 
 
+def _unfrozen_in_bf16(stage: int) -> None:
+    """A unit that was frozen at the first forward has fp32 masters and gradients later."""
+    torch.manual_seed(7)
+    model = TinyLM()
+    reference = copy.deepcopy(model)
+    engine = ZeroEngine(ZeroConfig(stage=stage, param_dtype="bf16"))
+    for one in (model, reference):
+        one.blocks[1].requires_grad_(False)
+    engine.shard(model)
+    ours = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1:
+            for one in (model, reference):
+                one.blocks[1].requires_grad_(True)
+        reference_window(reference, _loss, step, accumulate=2)
+        sharded_window(engine, model, _loss, step, accumulate=2)
+        grads = gradients(model)
+        assert all(g.dtype == torch.float32 for g in grads.values() if g is not None)
+        assert_close(grads, gradients(reference), 2e-2)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    # Reduced in fp32: the mean of the ranks' bf16 gradients is finer than bf16.
+    weight = grads["blocks.1.up.weight"]
+    assert weight is not None and not torch.equal(weight, weight.bfloat16().float())
+    assert_same_weights(engine, model, reference, 1e-2)
+    model = TinyLM().bfloat16()
+    model.blocks[1].requires_grad_(False)
+    engine.shard(model)
+    _loss(model, 0, 0, engine.rank).backward()
+    engine.after_backward()
+    model.blocks[1].requires_grad_(True)
+    with raises_everywhere(ModelError, "blocks.1.norm.weight", "fp32 master weights"):
+        _loss(model, 0, 0, engine.rank)
+
+
 # ------------------------------------------------------------------ parameters used by some (51)
 
 
@@ -658,6 +696,7 @@ def _structures(stage: int) -> None:
 def _states(stage: int) -> None:
     _frozen_parts(stage)
     _freeze_and_unfreeze(stage)
+    _unfrozen_in_bf16(stage)
     _copies(stage)
     _odd_tensors(stage)
     _recomputed(stage)

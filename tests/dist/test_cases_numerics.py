@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from shardplug import ZeroConfig, ZeroEngine
+from shardplug.core.precision import GradScaler
 from shardplug.errors import ScheduleError
 from tests.support.models import VOCAB, TinyLM, lm_loss, tokens
 from tests.support.parity import (
@@ -446,16 +447,29 @@ def _replicas(stage: int) -> None:
     assert_same_weights(engine, model, reference)
 
 
+class _Scaled(nn.Module):
+    """Has a 0-dim parameter, whose gradient is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (b, 5) -> (b, 3)."""
+        return self.layers(x) * self.gain
+
+
 def _grad_scaler(stage: int) -> list[float]:
     """An overflow on one rank skips the step on all of them."""
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = _Scaled()
     reference = copy.deepcopy(model)
     engine = ZeroEngine(ZeroConfig(stage=stage, param_dtype="fp16"))
     engine.shard(model)
     ours = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=100)
+    scaler = GradScaler("cpu", init_scale=128.0, growth_interval=100)
 
     def loss(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -481,7 +495,8 @@ def _grad_scaler(stage: int) -> list[float]:
         unchanged = all(torch.equal(before[name], after[name]) for name in before)
         assert unchanged == (step == 1)
         scales.append(scaler.get_scale())
-    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert sum(isinstance(p, DTensor) for p in model.parameters()) == 4
     assert_same_weights(engine, model, reference, 5e-3)
     return scales
 

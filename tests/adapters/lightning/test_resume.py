@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from shardplug.checkpoint import Reader
 from tests.adapters.lightning.modules import (
     Data,
     Plain,
@@ -29,17 +30,17 @@ from tests.adapters.lightning.modules import (
     whole,
     whole_batches,
 )
+from tests.support.models import TinyLM, lm_loss
 
 
-def saver(folder: str, step: int) -> Any:
+def saver(folder: str, step: int, hook: str = "on_train_batch_end") -> Any:
     """Save once, after optimizer step `step`."""
 
-    class Save(pl.Callback):
-        def on_train_batch_end(self, run: Any, *unused: Any) -> None:
-            if run.global_step == step and not os.path.exists(folder):
-                run.save_checkpoint(folder)
+    def save(run: Any, *unused: Any) -> None:
+        if run.global_step == step and not run.sanity_checking and not os.path.exists(folder):
+            run.save_checkpoint(folder)
 
-    return Save()
+    return type("Save", (pl.Callback,), {hook: staticmethod(save)})()
 
 
 class Stream(IterableDataset[Any]):
@@ -65,17 +66,18 @@ def continue_exactly(
     folder: str, strategy: str, step: int, kind: str, options: dict[str, Any]
 ) -> None:
     """Run 13 of 2x6 steps straight, and again from a checkpoint; nothing may differ."""
-    path = f"{folder}/saved"
+    path, hook = f"{folder}/saved", options.pop("hook", "on_train_batch_end")
+    data = [in_order(size=16)] if hook == "on_validation_end" else []
     straight = build(dropout=0.3)
-    run = trainer(strategy, max_epochs=3, callbacks=[saver(path, step)], **options)
+    run = trainer(strategy, max_epochs=3, callbacks=[saver(path, step, hook)], **options)
     torch.manual_seed(50 + rank())
-    run.fit(straight, loader(kind))
+    run.fit(straight, loader(kind), *data)
     assert len(straight.losses) > step + 3
     resumed = build(dropout=0.3)
     again = trainer(strategy, max_epochs=3, **options)
     torch.manual_seed(900 + rank())  # the random state has to come from the checkpoint
     torch.rand(17)
-    again.fit(resumed, loader(kind), ckpt_path=path)
+    again.fit(resumed, loader(kind), *data, ckpt_path=path)
     skipped = len(straight.losses) - len(resumed.losses)
     assert skipped == step * options.get("accumulate_grad_batches", 1)
     assert resumed.samples == straight.samples[skipped:]
@@ -93,6 +95,12 @@ def continue_exactly(
         ("zero3", 9, "plain", 2, {}),
         ("zero3", 4, "plain", 2, {"accumulate_grad_batches": 2}),
         ("zero3", 7, "plain", 2, {"max_steps": 15}),
+        ("zero3", 4, "plain", 2, {"limit_train_batches": 4}),  # its end, not the data's
+        ("zero3", 7, "plain", 2, {"limit_train_batches": 4}),
+        ("zero2", 9, "plain", 2, {"val_check_interval": 3, "hook": "on_validation_end"}),
+        ("zero2", 6, "plain", 2, {"hook": "on_validation_end"}),
+        ("zero2", 6, "plain", 2, {"hook": "on_train_epoch_end"}),
+        ("zero1", 6, "plain", 1, {"hook": "on_train_epoch_end"}),
         ("zero3", 7, "plain", 1, {}),  # RandomSampler: its seed comes from the random state
         ("zero3", 7, "plain", 2, {"use_distributed_sampler": False}),
         ("zero3", 8, "workers", 2, {}),
@@ -371,6 +379,49 @@ def resume_parts(
 def test_unused_and_frozen_parts_keep_their_state(pool: Any, tmp_path: Path) -> None:
     weights, steps = pool.run(life_of_state, 2, str(tmp_path))[0]
     pool.run(resume_parts, 1, str(tmp_path), weights, steps, 8, 1e-6)
+
+
+class Tied(pl.LightningModule):
+    """Head and embedding are one parameter; rows do not divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyLM(tied=True)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        tokens = (batch[0].abs() * 60).long() % 257
+        return lm_loss(self.model(tokens), tokens)
+
+    def configure_optimizers(self) -> Any:
+        return make_optimizer("adamw", self.parameters(), 1e-3)
+
+
+def tied_weights(folder: str) -> Any:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    module, path = build(Tied), f"{folder}/saved"
+    callbacks = [EMAWeightAveraging(decay=0.5), saver(path, 8)]
+    trainer("zero3", max_epochs=2, callbacks=callbacks).fit(module, in_order())
+    resumed = build(Tied)
+    callbacks = [EMAWeightAveraging(decay=0.5)]
+    trainer("zero2", max_epochs=2, callbacks=callbacks).fit(resumed, in_order(), ckpt_path=path)
+    assert_close(whole(resumed), whole(module), 0.0)
+    assert resumed.model.head.weight is resumed.model.embed.weight
+    reader = Reader(path)
+    assert "model.head.weight" not in reader.manifest["models"][0], "saved once"
+    # The average is saved as the weights, the current ones beside it.
+    assert len(reader.manifest["models"]) == 2
+    return whole(module)
+
+
+def test_tied_weights(pool: Any, tmp_path: Path) -> None:
+    from shardplug.lightning import load_from_checkpoint
+
+    pool.run(tied_weights, 2, str(tmp_path))
+    quiet()
+    module = load_from_checkpoint(Tied, tmp_path / "saved")
+    assert module.model.head.weight is module.model.embed.weight
+    assert set(module.state_dict()) == set(Tied().state_dict())
 
 
 def save_on_rank_zero_only(folder: str) -> str:
