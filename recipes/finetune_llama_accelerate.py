@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 import shardplug
 from shardplug.accelerate import Accelerator
-from shardplug.checkpoint import is_checkpoint
+from shardplug.checkpoint import Reader, is_checkpoint
 from shardplug.memory import JsonlSink, MemoryTracker, PngSink, WandbSink
 
 
@@ -112,6 +112,11 @@ def checkpoint_to_resume(options: Options) -> Path | None:
         raise text.RecipeError(
             f"Expected --resume to be 'last' or a checkpoint folder, got {options.resume!r}; "
             f"they are in {options.out}/checkpoints."
+        )
+    step = Reader(path).manifest.get("step", 0)
+    if step >= options.steps:
+        raise text.RecipeError(
+            f"Expected --steps above {step}, which {path} has done already, got {options.steps}."
         )
     return path
 

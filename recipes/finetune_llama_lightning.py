@@ -135,7 +135,6 @@ class FineTuning(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["first_step"] = self.first_step  # where the loader's own count starts
-        checkpoint["accumulate"] = self.options.accumulate
 
 
 class StepLog(Callback):
@@ -189,6 +188,11 @@ def checkpoint_to_resume(options: Options) -> Path | None:
         raise text.RecipeError(
             f"Expected --resume to be 'last' or a checkpoint folder, got {options.resume!r}; "
             f"they are in {options.out}/checkpoints."
+        )
+    step = Reader(path).manifest.get("step", 0)
+    if step >= options.steps:
+        raise text.RecipeError(
+            f"Expected --steps above {step}, which {path} has done already, got {options.steps}."
         )
     return path
 
@@ -246,13 +250,8 @@ def main(options: Options) -> None:
     # A checkpoint of Lightning's holds its place in these rows; the other recipe's, just the step.
     meta = Reader(resume).meta if resume else {}
     first_step = meta["first_step"] if "first_step" in meta else meta.get("step", 0)
-    if meta.get("accumulate", options.accumulate) != options.accumulate:
-        # Lightning goes on from the number of batches, which would end steps elsewhere.
-        raise text.RecipeError(
-            f"Expected --accumulate {meta['accumulate']}, as {resume} was saved with, got "
-            f"{options.accumulate}; change --micro_batch instead."
-        )
-    rows = batches.TrainingSet(train, options.steps, global_batch, options.seed, first_step)
+    # One step more than is trained: the epoch never ends, so a longer run can go on within it.
+    rows = batches.TrainingSet(train, options.steps + 1, global_batch, options.seed, first_step)
     held_out_rows = batches.held_out_set(held_out, num_ranks * options.micro_batch)
     # Dealt out in order; the sampler that Lightning puts in by itself would shuffle them.
     train_loader, held_out_loader = (

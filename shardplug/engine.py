@@ -199,7 +199,9 @@ class ZeroEngine:
         sharded.replicated = replicated
         self._sharded.append(sharded)
         model.zero_grad = functools.partial(  # type: ignore[method-assign]
-            self._zero_grad, model.zero_grad, lambda: None
+            self._zero_grad,
+            functools.partial(self._zero_model, model, model.zero_grad),
+            lambda: None,
         )
 
     def prepare_optimizer(self, optimizer: OptimizerT) -> OptimizerT:
@@ -366,6 +368,16 @@ class ZeroEngine:
         self.reshard()
         self._emit("after_step")
 
+    def _zero_model(
+        self, model: nn.Module, original: Callable[..., None], *, set_to_none: bool
+    ) -> None:
+        original(set_to_none=set_to_none)
+        for parameter in self._resting_parameters(model):  # gathered copies stand before them
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
     def _zero_grad(
         self,
         original: Callable[..., None],
@@ -373,6 +385,8 @@ class ZeroEngine:
         set_to_none: bool = True,
     ) -> None:
         original(set_to_none=set_to_none)
+        for sharded in self._sharded:
+            sharded.agreement.note_missing_gradients()
         if self._window_pending:
             for model in self.models:
                 _torch.drop_unreduced_gradients(model, only())
@@ -500,7 +514,10 @@ class ZeroEngine:
                 continue
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if keep:
-                whole[name] = full.detach().to("cpu", copy=not isinstance(value, DTensor))
+                # At world size 1 the whole is the shard itself, which the next step changes.
+                local = _torch.local_tensor(value).untyped_storage()
+                shared = full.untyped_storage().data_ptr() == local.data_ptr()
+                whole[name] = full.detach().to("cpu", copy=shared)
         return whole
 
     def _one_model(self, model: nn.Module | None) -> nn.Module:

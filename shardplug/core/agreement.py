@@ -84,7 +84,7 @@ class Agreement:
         _torch.after_root_backward(root, self._in_flight.complete)
 
     def window_opens(self) -> None:
-        """Remember which parameters have no gradient before the window's first backward.
+        """Look at the parameters before the window's first backward.
 
         Raises:
             ModelError: When a parameter was replaced, or unfrozen in a low dtype, after sharding.
@@ -101,6 +101,11 @@ class Agreement:
                     "sharded, they were kept in their low dtype, without the fp32 master weights "
                     "of mixed precision. Load the model in fp32, or freeze after engine.shard()."
                 )
+            self.note_missing_gradients()
+
+    def note_missing_gradients(self) -> None:
+        """Remember which parameters have no gradient, as long as no backward has run."""
+        if not self._watch.ran:
             self._without_grad = [p for p in self._parameters if p.grad is None]
 
     def window_closes(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from shardplug.errors import ScheduleError
 __all__ = ["Check", "Order"]
 
 _END = -1
+_PARTED = -2
+_DRAIN_SECONDS = 5.0
 _ADVICE = (
     "A branch that only some ranks take must not be a unit of its own: leave its class out of "
     "`units`, or run it on every rank (for example with an empty input times zero)."
@@ -42,11 +45,20 @@ class Check:
     def compare(self) -> str | None:
         """Wait for the comparison; return what differs, if anything does."""
         assert self._everyone is not None
-        self._work.wait()
-        codes = self._everyone.tolist()
-        self._everyone = None
+        codes = self.exchange()
         same = all(code == self._code for code in codes)
         return None if same else self._order.describe(codes)
+
+    def exchange(self, timeout: timedelta | None = None) -> list[int]:
+        """Wait for all ranks' codes."""
+        assert self._everyone is not None
+        if timeout is None:
+            self._work.wait()
+        else:
+            self._work.wait(timeout)
+        codes: list[int] = self._everyone.tolist()
+        self._everyone = None
+        return codes
 
 
 class Order:
@@ -75,6 +87,7 @@ class Order:
         """How the ranks' orders parted. Messages of the units concerned may still be under way,
         so that nothing can be exchanged any more."""
         self._pending: deque[Check] = deque()
+        self._drained = False
         self._messages: list[list[Any]] = []
 
     def announce(self, kind: str, unit: int) -> tuple[Check, int]:
@@ -96,12 +109,15 @@ class Order:
             return Check(self, code, None, None)
         if self.parted is not None:
             raise ScheduleError(self.parted)
+        check = self._begin(code)
+        self._pending.append(check)
+        return check
+
+    def _begin(self, code: int) -> Check:
         everyone = torch.empty(self._world_size, dtype=torch.int64)
         mine = torch.tensor([code], dtype=torch.int64)
         work = all_gather_flat(everyone, mine, group=self._group, async_op=True)
-        check = Check(self, code, everyone, work)
-        self._pending.append(check)
-        return check
+        return Check(self, code, everyone, work)
 
     def hold(self, messages: list[Any]) -> None:
         """Keep messages alive until their list is emptied, that is, until they have arrived.
@@ -126,8 +142,25 @@ class Order:
             self.parted = first.compare()
             if first is check and self.parted is None:
                 return
-        self._pending.clear()
+        self._drain()
         raise ScheduleError(self.parted)
+
+    def _drain(self) -> None:
+        """Complete the comparisons that some ranks have started and others will not reach.
+
+        They would otherwise hold up the end of the process group until its timeout.
+        """
+        limit = timedelta(seconds=_DRAIN_SECONDS)
+        pending, self._pending = self._pending, deque()
+        try:
+            while pending:
+                pending.popleft().exchange(limit)
+            if not self._drained:
+                self._drained = True
+                while any(code != _PARTED for code in self._begin(_PARTED).exchange(limit)):
+                    pass
+        except RuntimeError:  # a rank that failed for another reason does not answer
+            self._drained = True
 
     def end(self) -> None:
         """Compare that every rank is through with the window's collectives.
@@ -147,6 +180,8 @@ class Order:
         def one(code: int) -> str:
             if code == _END:
                 return "had finished its backward"
+            if code == _PARTED:
+                return "had met a difference before"
             verb = "reduces the gradients of" if code % 2 else "gathers"
             unit = (code - self._first_code) // 2
             known = 0 <= unit < len(self.units)

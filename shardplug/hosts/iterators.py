@@ -21,6 +21,8 @@ class Position:
     before_fetch: Callable[[], None]
     beginning: Callable[[], AbstractContextManager[None]]
     """Context that the iterator of a new epoch is made in."""
+    resumed: Callable[[int, int], None] = lambda saved, skipped: None
+    """Told how many batches the saved run had used, and how many of this loader's those are."""
     batches: int = 0
     """Batches of this epoch handed out."""
     at_start: dict[str, Any] | None = None

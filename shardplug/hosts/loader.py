@@ -46,6 +46,7 @@ def resumable(
     loader: DataLoader[Any],
     before_fetch: Callable[[], None] = lambda: None,
     beginning: Callable[[], AbstractContextManager[None]] = nullcontext,
+    resumed: Callable[[int, int], None] = lambda saved, skipped: None,
 ) -> DataLoader[Any]:
     """Return a resumable twin of `loader`; a loader that is resumable already is returned as is.
 
@@ -53,6 +54,8 @@ def resumable(
         loader: Any DataLoader, also of a subclass. It is not changed.
         before_fetch: Called before a batch is fetched.
         beginning: Makes the context that the iterator of a new epoch is made in.
+        resumed: Called when an epoch is resumed, with the number of batches that the saved run
+            had used of it and the number of this loader's batches that hold the same samples.
 
     Returns:
         A shallow copy, an instance of the loader's class.
@@ -63,7 +66,7 @@ def resumable(
     kind = type(loader)
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     twin.__class__ = type(kind.__name__, (_Resumable, kind), body)
-    vars(twin)["_position"] = Position(before_fetch, beginning)
+    vars(twin)["_position"] = Position(before_fetch, beginning, resumed)
     return twin
 
 
@@ -117,6 +120,7 @@ class _Resumable(DataLoader[Any]):
                 generator.set_state(saved)
             return Later(self._begin, position)
         skip = _batches_to_skip(self, state)
+        position.resumed(state["batches"], skip)
         position.batches = skip
         position.at_start, position.at_first = state["at_start"], state["at_first"]
         position.is_reset = state["is_reset"]

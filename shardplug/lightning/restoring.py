@@ -50,6 +50,8 @@ class Restores(_Base):  # type: ignore[misc]
     _pending_rng: dict[str, Any] | None = None
     _fetches_before_rng = 0
     _trainable: list[str] | None = None
+    _saved_accumulate: int | None = None
+    _misaligned: CheckpointError | None = None
     _is_running = False
     """Between the end of set-up and teardown."""
 
@@ -129,6 +131,7 @@ class Restores(_Base):  # type: ignore[misc]
         same_world = reader.manifest["world_size"] == world_size
         loaders = own.get("loaders", [])
         self._trainable = own.get("trainable")
+        self._saved_accumulate = own.get("accumulate")
         if same_world:
             # Read now, as the folder may be gone by then (ModelCheckpoint's top k).
             rng_file = reader.path / f"rng_{rank}.pt"
@@ -157,7 +160,14 @@ class Restores(_Base):  # type: ignore[misc]
         epoch_loop._batches_that_stepped = int(step)
 
     def on_train_start(self) -> None:
-        """Freeze what was frozen, where a finetuning callback is not asked in mid-epoch."""
+        """Freeze what was frozen, where a finetuning callback is not asked in mid-epoch.
+
+        Raises:
+            CheckpointError: When training would go on in the middle of an accumulation window.
+        """
+        misaligned, self._misaligned = self._misaligned, None
+        if misaligned is not None:
+            raise misaligned
         names, self._trainable = self._trainable, None
         callbacks.set_trainable(self.lightning_module.trainer, self.lightning_module, names)
 
@@ -166,7 +176,30 @@ class Restores(_Base):  # type: ignore[misc]
         module = self.lightning_module
         if module is None or not module.trainer.training or not isinstance(dataloader, DataLoader):
             return dataloader
-        return resumable(dataloader, self._before_fetch, self._before_epoch)
+        return resumable(dataloader, self._before_fetch, self._before_epoch, self._count_batches)
+
+    def _count_batches(self, saved: int, skipped: int) -> None:
+        """Count the epoch's batches in this run's size, from which accumulation windows follow.
+
+        Args:
+            saved: Batches that the saved run had used of the epoch.
+            skipped: Batches of this run that hold the same samples.
+        """
+        trainer = self.lightning_module.trainer
+        accumulate = trainer.accumulate_grad_batches
+        changed = skipped != saved or self._saved_accumulate not in (None, accumulate)
+        if changed and skipped % accumulate:
+            # Raised when training starts: an error here is hidden by one in Lightning's teardown.
+            self._misaligned = CheckpointError(
+                f"Expected the {skipped} batches used of this epoch to be whole windows of "
+                f"accumulate_grad_batches={accumulate}: the first window after resuming would be "
+                "short, and its gradient too small. Resume with a number that divides it, or from "
+                "the end of an epoch."
+            )
+        current = trainer.fit_loop.epoch_loop.batch_progress.current
+        # Lightning tells from the differences between these where in a batch the save was.
+        for counter in ("ready", "started", "processed", "completed"):
+            setattr(current, counter, getattr(current, counter) + skipped - saved)
 
     def _before_fetch(self) -> None:
         if self._fetches_before_rng:

@@ -98,6 +98,7 @@ class Saves(_Base):  # type: ignore[misc]
             "loaders": self._loader_states(rest),
             "tied": names.tied,
             "trainable": callbacks.trainable(self.lightning_module.trainer, self.lightning_module),
+            "accumulate": self.lightning_module.trainer.accumulate_grad_batches,
         }
         write(
             path,

@@ -44,7 +44,7 @@ def _compare(
     loss: MicroLoss,
     stage: int,
     *,
-    steps: int = 4,
+    steps: int = 3,
     accumulate: int = 2,
     plain: int = 0,
     **config: object,
@@ -330,7 +330,7 @@ def _only_cached_loss(model: nn.Module, step: int, micro: int, rank: int) -> tor
 
 def _kept_outputs(stage: int) -> None:
     for keep in ("attribute", "list", "dict", "list argument", "dict argument"):
-        _compare(lambda keep=keep: _Routed(keep), _direct, stage)
+        _compare(lambda keep=keep: _Routed(keep), _direct, stage, steps=2)
         _compare(lambda keep=keep: _Routed(keep, use_output=False), _direct, stage, steps=2)
     _compare(lambda: _Routed("hook"), _direct, stage)
     if stage == 3:  # nothing leads the backward into the unit first: never a wrong number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import random
@@ -33,10 +32,6 @@ OPTIONS: dict[str, Any] = {
     "wandb": "off",
 }
 
-for package in ("lightning", "accelerate", "matplotlib"):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"the recipes need {package}", allow_module_level=True)
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -57,12 +52,12 @@ class Runs:
         ]
         self.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def job(self, name: str, resume: str = "", **options: Any) -> dict[str, Any]:
+    def job(self, name: str, resume: str = "", at_step: int = 5, **options: Any) -> dict[str, Any]:
         """A run named <something>_<l|a><stage>: Lightning or Accelerate at that stage."""
         recipe, stage = name.split("_")[1][:2]
         options = OPTIONS | {"data": str(self.data), "out": str(self.folder / name)} | options
         if resume:
-            options["resume"] = str(self.checkpoint(resume, 5))
+            options["resume"] = str(self.checkpoint(resume, at_step))
         if recipe == "l":
             lightning = {"stage": int(stage), "accelerator": "cpu", "precision": "32-true"}
             return {"recipe": "lightning", "env": {}, "options": options | lightning}
@@ -155,6 +150,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         job("window_a2", micro_batch=1, accumulate=2),
         job("lightning3-to_a2", resume="whole_l3"),
         job("accelerate3-to_l1", resume="whole_a3"),
+        job("longer_l3", resume="whole_l3", at_step=10, steps=12),
+        job("longer_a3", resume="whole_l3", at_step=10, steps=12),
         job("dropout_l3", dropout=0.2),
         job("dropout-again_l3", dropout=0.2, resume="dropout_l3"),
         job("dropout_a2", dropout=0.2),
@@ -208,6 +205,14 @@ def test_resuming_at_another_stage_size_or_framework_ends_at_the_same_weights(ru
         torch.testing.assert_close(weights[key], expected[key], rtol=0, atol=1e-6)
 
 
+def test_run_that_has_ended_goes_on_with_the_rows_that_follow(runs):
+    lightning, accelerate = runs.losses("longer_l3"), runs.losses("longer_a3")
+    assert list(lightning) == list(accelerate) == [11, 12]
+    assert lightning[11] == pytest.approx(accelerate[11], rel=1e-5)
+    # Step 11 was made with the longer schedule's learning rate by Accelerate only.
+    assert lightning[12] == pytest.approx(accelerate[12], rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["l3", "a2"])
 def test_resuming_at_the_same_stage_and_size_is_bit_equal_with_dropout(runs, name):
     whole, resumed = f"dropout_{name}", f"dropout-again_{name}"
@@ -256,29 +261,42 @@ def test_command_trains_in_bf16_and_ends_with_paths_that_exist(recipe, tmp_path)
 
 def test_paths_that_do_not_exist_are_one_error_on_every_rank(tmp_path):
     bad = [
-        ("lightning", ["--model", "./nothing"], "error: Expected --model to be", 1),
-        ("lightning", ["--resume", "last"], "error: Expected a checkpoint in", 1),
-        ("accelerate", ["--data", "nothing.jsonl"], "error: Expected --data to be", 2),
+        ("lightning", 0, ["--model", "./nothing"], "error: Expected --model to be"),
+        ("lightning", 0, ["--resume", "last"], "error: Expected a checkpoint in"),
+        # Without the launcher, which ends the other ranks as soon as one has failed.
+        ("accelerate", 0, ["--data", "nothing.jsonl"], "error: Expected --data to be"),
+        ("accelerate", 1, ["--data", "nothing.jsonl"], "error: Expected --data to be"),
     ]
     processes = [
         subprocess.Popen(
-            [sys.executable, *COMMANDS[recipe], *options, "--out", str(tmp_path)],
-            env=environment(),
+            [sys.executable, COMMANDS[recipe][-1 if recipe == "accelerate" else 0], *options],
+            env=environment() | {"RANK": str(rank), "WORLD_SIZE": "2"},
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
         )
-        for recipe, options, _, _ in bad
+        for recipe, rank, options, _ in bad
     ]
-    for process, (recipe, _, message, times) in zip(processes, bad, strict=True):
+    for process, (*_, message) in zip(processes, bad, strict=True):
         _, errors = process.communicate(timeout=300)
-        assert errors.count(message) == times, errors  # Lightning has not started its second rank
-        if recipe == "lightning":
-            assert process.returncode == 2
-            assert "Traceback" not in errors
-        else:
-            assert process.returncode != 0  # the launcher's own, with its own report
+        assert errors.count(message) == 1, errors
+        assert process.returncode == 2
+        assert "Traceback" not in errors
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_resuming_a_run_that_has_ended_is_refused(runs):
+    import finetune_llama_accelerate as accelerate_recipe
+    import finetune_llama_lightning as lightning_recipe
+    from text import RecipeError
+
+    for recipe in (lightning_recipe, accelerate_recipe):
+        options = recipe.Options(resume="last", out=str(runs.folder / "whole_l3"), steps=10)
+        with pytest.raises(RecipeError, match="Expected --steps above 10, .*step-00010.ckpt has"):
+            recipe.checkpoint_to_resume(options)
+        options = recipe.Options(resume="last", out=str(runs.folder / "whole_l3"), steps=11)
+        assert recipe.checkpoint_to_resume(options) == runs.checkpoint("whole_l3", 10)
 
 
 def test_every_configuration_file_is_found():

@@ -117,7 +117,7 @@ def test_late_reductions_arrive(pool: RankPool) -> None:
 
 
 def test_orders_that_part_are_told_on_every_rank(pool: RankPool) -> None:
-    errors = pool.run(_orders_that_part, 2, group_timeout=5.0)
+    errors = pool.run(_orders_that_part, 2)
     assert errors[0] == errors[1]
     assert "rank 0 reduces the gradients of right; rank 1 gathers right" in errors[0]
     pool.run(_checksums, 2)

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug.checkpoint import Reader
+from shardplug.errors import CheckpointError
 from tests.adapters.lightning.modules import (
     Data,
     Plain,
@@ -100,7 +101,7 @@ def continue_exactly(
         ("zero2", 9, "plain", 2, {"val_check_interval": 3, "hook": "on_validation_end"}),
         ("zero2", 6, "plain", 2, {"hook": "on_validation_end"}),
         ("zero2", 6, "plain", 2, {"hook": "on_train_epoch_end"}),
-        ("zero1", 6, "plain", 1, {"hook": "on_train_epoch_end"}),
+        ("zero1", 12, "plain", 1, {"hook": "on_train_epoch_end"}),
         ("zero3", 7, "plain", 1, {}),  # RandomSampler: its seed comes from the random state
         ("zero3", 7, "plain", 2, {"use_distributed_sampler": False}),
         ("zero3", 8, "workers", 2, {}),
@@ -135,6 +136,23 @@ def resume_to_ten(folder: str, strategy: str, batch_size: int, expected: Any) ->
     run.fit(module, in_order(batch_size), ckpt_path=folder)
     assert len(module.losses) == 5 and run.global_step == 10
     assert_close(whole(module), expected, 1e-6)
+
+
+def resume_accumulating(folder: str, expected: Any) -> None:
+    module = build()
+    run = trainer("zero3", max_steps=10, max_epochs=-1, accumulate_grad_batches=2)
+    run.fit(module, in_order(2), ckpt_path=folder)
+    assert (len(module.losses), run.global_step) == (10, 10)
+    assert_close(whole(module), expected, 1e-6)
+    odd = trainer("zero3", max_steps=10, max_epochs=-1, accumulate_grad_batches=2)
+    with pytest.raises(CheckpointError, match="whole windows of accumulate_grad_batches=2"):
+        odd.fit(build(), in_order(4), ckpt_path=folder)
+
+
+def test_resume_with_more_and_smaller_micro_batches(pool: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    expected = pool.run(save_at_five, 2, folder, "zero3", 4)[0]
+    pool.run(resume_accumulating, 2, folder, expected)
 
 
 @pytest.mark.parametrize(
