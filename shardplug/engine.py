@@ -30,6 +30,7 @@ from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
 from shardplug.core.units import plan_units
 from shardplug.errors import ConfigError, ModelError, OptimizerError, ScheduleError
+from shardplug.optim import Binding
 
 __all__ = ["ZeroEngine"]
 
@@ -92,7 +93,7 @@ class ZeroEngine:
         self._sharded: list[_Sharded] = []
         self._num_sharded = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._successors: Any = _torch.WeakTensorKeyDictionary()
+        self._binding = Binding(self._all_resting_parameters, lambda: self.models)
         self._listeners: list[Callable[[str], None]] = []
         self._backward_ran = False
         self._window_pending = False
@@ -158,10 +159,7 @@ class ZeroEngine:
             forward_methods=forward_methods,
             prefetch=self.config.prefetch,
         )
-        after = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in before:
-            if after[name] is not parameter:
-                self._successors[parameter] = after[name]
+        self._binding.record(before, model)
         assert isinstance(model, FSDPModule)
         self._schedule.attach(model)
         self._adopt(model, forward_methods)
@@ -217,7 +215,7 @@ class ZeroEngine:
             OptimizerError: When it holds a parameter of no sharded model, or none at all.
         """
         if optimizer in self._optimizers:
-            self._refuse_strangers(optimizer, optimizer.param_groups)
+            self._binding.require_known(optimizer, optimizer.param_groups)
             return optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(
@@ -225,13 +223,7 @@ class ZeroEngine:
             )
         if not self._sharded:
             raise OptimizerError("Expected engine.shard(model) before prepare_optimizer().")
-        for group in optimizer.param_groups:
-            group["params"] = [self._succeed(optimizer, p) for p in group["params"]]
-        self._refuse_strangers(optimizer, optimizer.param_groups)
-        if not any(group["params"] for group in optimizer.param_groups):
-            raise OptimizerError(
-                "Expected an optimizer with parameters, got one whose groups are all empty."
-            )
+        self._binding.bind(optimizer)
         if not any(p.requires_grad for model in self.models for p in model.parameters()):
             raise OptimizerError(
                 "Expected a model with trainable parameters, got nothing to train: all are frozen "
@@ -244,60 +236,15 @@ class ZeroEngine:
             optimizer.zero_grad,
             lambda: {id(p) for group in optimizer.param_groups for p in group["params"]},
         )
-        optimizer.add_param_group = functools.partial(  # type: ignore[method-assign]
-            self._add_param_group, optimizer, optimizer.add_param_group
-        )
         self._optimizers.add(optimizer)
         return optimizer
-
-    def _add_param_group(
-        self,
-        optimizer: torch.optim.Optimizer,
-        original: Callable[[dict[str, Any]], None],
-        param_group: dict[str, Any],
-    ) -> None:
-        given = param_group["params"]
-        given = [given] if isinstance(given, torch.Tensor) else list(given)
-        named = [p if isinstance(p, tuple) else (None, p) for p in given]
-        params = [self._succeed(optimizer, p) for _, p in named]
-        self._refuse_strangers(optimizer, [{"params": params}], len(optimizer.param_groups))
-        names = [name for name, _ in named]
-        param_group["params"] = params if None in names else list(zip(names, params, strict=True))
-        original(param_group)
-
-    def _succeed(self, optimizer: torch.optim.Optimizer, old: nn.Parameter) -> nn.Parameter:
-        new: nn.Parameter | None = self._successors.get(old)
-        if new is None:
-            # After a forward without a backward, stages 1 and 2 still show gathered copies.
-            copies = (_torch.sharded_of_gathered(model) for model in self.models)
-            new = next((known[id(old)] for known in copies if id(old) in known), None)
-        if new is None or new is old:
-            return old
-        if old in optimizer.state:
-            state = optimizer.state.pop(old)
-            optimizer.state[new] = {
-                key: _shard_like(value, new, old.shape) for key, value in state.items()
-            }
-        return new
-
-    def _refuse_strangers(
-        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], first: int = 0
-    ) -> None:
-        known = {id(p) for model in self.models for p in self._resting_parameters(model)}
-        for index, group in enumerate(groups, start=first):
-            for position, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    raise OptimizerError(
-                        f"Expected {type(optimizer).__name__} to hold parameters of the sharded "
-                        f"model, but parameter {position} of group {index} "
-                        f"(shape {tuple(parameter.shape)}) is not one of them: it would train "
-                        "nothing. Build the optimizer from model.parameters() of this very "
-                        "model, before or after sharding."
-                    )
 
     def _resting_parameters(self, model: nn.Module) -> list[nn.Parameter]:
         replicated = next(s.replicated for s in self._sharded if s.model is model)
         return [*_torch.managed_parameters(model), *replicated]
+
+    def _all_resting_parameters(self) -> list[nn.Parameter]:
+        return [p for model in self.models for p in self._resting_parameters(model)]
 
     # ---------------------------------------------------------------- the step
 
@@ -461,8 +408,8 @@ class ZeroEngine:
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
         if parameters is None:
-            return [p for model in self.models for p in self._resting_parameters(model)]
-        return [self._successors.get(p, p) for p in parameters]
+            return list(self._all_resting_parameters())
+        return [self._binding.current(p) for p in parameters]
 
     # ---------------------------------------------------------------- whole parameters
 
@@ -667,19 +614,3 @@ class ZeroEngine:
         if rng:
             reader.restore_rng()
         return extra
-
-
-def _shard_like(value: Any, parameter: nn.Parameter, old_shape: torch.Size) -> Any:
-    """Shard a whole state tensor like its parameter; rank 0's values count."""
-    from torch.distributed.tensor import distribute_tensor
-
-    if (
-        isinstance(value, torch.Tensor)
-        and isinstance(parameter, DTensor)
-        and value.shape == old_shape
-        and value.ndim > 0
-    ):
-        return distribute_tensor(
-            value.to(parameter.device_mesh.device_type), parameter.device_mesh, parameter.placements
-        )
-    return value

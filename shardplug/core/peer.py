@@ -19,11 +19,15 @@ from shardplug.core.order import Check, Order
 __all__ = ["InFlight", "PeerGather", "PeerReduce"]
 
 
-def _allocate(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(*size, dtype=dtype, device=device)
+class _Buffers:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return an uninitialised buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
 
-class PeerGather:
+class PeerGather(_Buffers):
     """All-gather of one unit.
 
     Args:
@@ -34,12 +38,6 @@ class PeerGather:
     def __init__(self, order: Order, unit: int) -> None:
         self._order = order
         self._unit = unit
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return an uninitialised buffer."""
-        return _allocate(size, dtype, device)
 
     def __call__(
         self,
@@ -113,7 +111,7 @@ class InFlight:
             finish()
 
 
-class PeerReduce:
+class PeerReduce(_Buffers):
     """Reduce-scatter of one unit.
 
     The result may be left to arrive during the next unit's backward: gradients are views of the
@@ -133,12 +131,6 @@ class PeerReduce:
         self._unit = unit
         self._in_flight = in_flight
         self._may_wait = may_wait
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return an uninitialised buffer."""
-        return _allocate(size, dtype, device)
 
     def __call__(
         self,
