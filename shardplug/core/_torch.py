@@ -24,7 +24,6 @@ __all__ = [
     "GradScaler",
     "WeakTensorKeyDictionary",
     "after_root_backward",
-    "all_gather_flat",
     "announce_collectives",
     "clamp_all",
     "drop_unreduced_gradients",
@@ -51,12 +50,6 @@ __all__ = [
     "storage_bytes",
     "unit_groups",
 ]
-
-
-# torch 2.13 renamed it and deprecated the old name.
-all_gather_flat: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
 
 
 def _param_groups(root: nn.Module) -> Iterator[Any]:

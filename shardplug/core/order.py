@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardplug.core._torch import all_gather_flat
 from shardplug.errors import ScheduleError
 
 __all__ = ["Check", "Order"]
 
 _END = -1
-_PARTED = -2
-_DRAIN_SECONDS = 5.0
+_TAG = 1 << 30  # above the tags of any unit's messages
 _ADVICE = (
     "A branch that only some ranks take must not be a unit of its own: leave its class out of "
     "`units`, or run it on every rank (for example with an empty input times zero)."
@@ -27,11 +24,11 @@ _ADVICE = (
 class Check:
     """A comparison of all ranks' next collective that is under way."""
 
-    def __init__(self, order: Order, code: int, everyone: torch.Tensor | None, work: Any) -> None:
+    def __init__(self, order: Order, code: int, everyone: torch.Tensor | None, works: Any) -> None:
         self._order = order
         self._code = code
         self._everyone = everyone
-        self._work = work
+        self._works = works
 
     def confirm(self) -> None:
         """Wait for the comparison.
@@ -45,20 +42,13 @@ class Check:
     def compare(self) -> str | None:
         """Wait for the comparison; return what differs, if anything does."""
         assert self._everyone is not None
-        codes = self.exchange()
-        same = all(code == self._code for code in codes)
-        return None if same else self._order.describe(codes)
-
-    def exchange(self, timeout: timedelta | None = None) -> list[int]:
-        """Wait for all ranks' codes."""
-        assert self._everyone is not None
-        if timeout is None:
-            self._work.wait()
-        else:
-            self._work.wait(timeout)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
         codes: list[int] = self._everyone.tolist()
         self._everyone = None
-        return codes
+        same = all(code == self._code for code in codes)
+        return None if same else self._order.describe(codes)
 
 
 class Order:
@@ -66,7 +56,7 @@ class Order:
 
     Ranks that use different units would exchange the wrong bytes, or wait for each other for
     ever. A checksum of the order is compared once per window, before the optimizer can step;
-    with `compare` each collective is also accompanied by a message of 8 bytes a rank.
+    with `compare` each collective is also accompanied by a message of 8 bytes to every other rank.
 
     Args:
         group: The CPU-side group over all ranks.
@@ -87,7 +77,6 @@ class Order:
         """How the ranks' orders parted. Messages of the units concerned may still be under way,
         so that nothing can be exchanged any more."""
         self._pending: deque[Check] = deque()
-        self._drained = False
         self._messages: list[list[Any]] = []
 
     def announce(self, kind: str, unit: int) -> tuple[Check, int]:
@@ -114,10 +103,19 @@ class Order:
         return check
 
     def _begin(self, code: int) -> Check:
-        everyone = torch.empty(self._world_size, dtype=torch.int64)
+        # Direct messages, as the units' are: those of one pair of ranks arrive in order.
+        rank, group = dist.get_rank(self._group), self._group
+        tag = _TAG + self._first_code
+        everyone = torch.full((self._world_size,), code, dtype=torch.int64)
         mine = torch.tensor([code], dtype=torch.int64)
-        work = all_gather_flat(everyone, mine, group=self._group, async_op=True)
-        return Check(self, code, everyone, work)
+        others = [peer for peer in range(self._world_size) if peer != rank]
+        works: list[Any] = [
+            dist.irecv(everyone[peer : peer + 1], group=group, group_src=peer, tag=tag)
+            for peer in others
+        ]
+        works += [dist.isend(mine, group=group, group_dst=peer, tag=tag) for peer in others]
+        self.hold(works)
+        return Check(self, code, everyone, works)
 
     def hold(self, messages: list[Any]) -> None:
         """Keep messages alive until their list is emptied, that is, until they have arrived.
@@ -142,25 +140,7 @@ class Order:
             self.parted = first.compare()
             if first is check and self.parted is None:
                 return
-        self._drain()
         raise ScheduleError(self.parted)
-
-    def _drain(self) -> None:
-        """Complete the comparisons that some ranks have started and others will not reach.
-
-        They would otherwise hold up the end of the process group until its timeout.
-        """
-        limit = timedelta(seconds=_DRAIN_SECONDS)
-        pending, self._pending = self._pending, deque()
-        try:
-            while pending:
-                pending.popleft().exchange(limit)
-            if not self._drained:
-                self._drained = True
-                while any(code != _PARTED for code in self._begin(_PARTED).exchange(limit)):
-                    pass
-        except RuntimeError:  # a rank that failed for another reason does not answer
-            self._drained = True
 
     def end(self) -> None:
         """Compare that every rank is through with the window's collectives.
@@ -180,8 +160,6 @@ class Order:
         def one(code: int) -> str:
             if code == _END:
                 return "had finished its backward"
-            if code == _PARTED:
-                return "had met a difference before"
             verb = "reduces the gradients of" if code % 2 else "gathers"
             unit = (code - self._first_code) // 2
             known = 0 <= unit < len(self.units)

@@ -38,7 +38,10 @@ class Traffic(TorchDispatchMode):
             return
         if name == "send":
             (tensor,), _, _, tag = args
-            self.bytes["reduce" if tag % 2 else "gather"] += tensor.numel() * tensor.element_size()
+            kind = "reduce" if tag % 2 else "gather"
+            if tensor.dtype == torch.int64:
+                kind = "agreement"
+            self.bytes[kind] += tensor.numel() * tensor.element_size()
             return
         tensors = [a for a in args if isinstance(a, torch.Tensor)] or list(args[0])
         if all(t.dtype == torch.int64 for t in tensors):
