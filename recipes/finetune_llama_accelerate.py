@@ -190,7 +190,10 @@ def main(options: Options) -> None:
     sample_before = llama.sample(model, tokenizer, options.prompt)
     sinks = [
         JsonlSink(out / "memory" / "memory.jsonl", append=done > 0),
-        PngSink(out / "memory" / "memory.png", title=f"ZeRO over {num_ranks} ranks"),
+        PngSink(
+            out / "memory" / "memory.png",
+            title=f"ZeRO stage {accelerator.engine.config.stage} over {num_ranks} ranks",
+        ),
     ]
     if options.wandb != "off" and accelerator.is_main_process:
         sinks.append(WandbSink(accelerator.get_tracker("wandb", unwrap=True)))

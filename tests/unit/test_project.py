@@ -225,7 +225,7 @@ def test_every_stage_has_an_accelerate_yaml() -> None:
 # -- Public names ---------------------------------------------------------------------------------
 
 
-INTERNAL_PACKAGES = {"core", "hosts"}
+INTERNAL_PACKAGES = {"core", "hosts", "optim"}
 PUBLIC_PACKAGES = ["shardplug"] + [
     f"shardplug.{info.name}"
     for info in pkgutil.iter_modules([str(PACKAGE)])
@@ -369,7 +369,8 @@ _LAYERS = {  # part of the package -> parts it may import, besides itself
     "core": {"config", "errors"},
     "checkpoint": {"core", "config", "errors"},
     "memory": {"core", "config", "errors"},
-    "engine": {"core", "checkpoint", "memory", "config", "errors"},
+    "optim": {"core", "config", "errors"},
+    "engine": {"core", "optim", "checkpoint", "memory", "config", "errors"},
     "hosts": {"engine", "core", "checkpoint", "memory", "config", "errors"},
 }
 _ADAPTERS = {"lightning", "fabric", "accelerate", "hf", "run"}
