@@ -183,8 +183,8 @@ def main(options: Options) -> None:
 
     # Train, and measure before and after on text that is not trained on.
     losses = out / "losses.jsonl"
-    if accelerator.is_main_process and not resume:
-        losses.unlink(missing_ok=True)
+    if accelerator.is_main_process:
+        text.keep_until(losses, done if resume else -1)
     loss_before = held_out_loss(accelerator, model, held_out_loader)
     accelerator.log({"held_out_loss": loss_before}, step=done)
     sample_before = llama.sample(model, tokenizer, options.prompt)

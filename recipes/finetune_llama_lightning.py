@@ -133,6 +133,12 @@ class FineTuning(LightningModule):
         each_step = {"scheduler": scheduler, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": each_step}
 
+    def on_train_start(self) -> None:
+        # A run that was resumed to go on for longer has another schedule than the saved one.
+        factor = llama.learning_rate_factor(self.trainer.global_step, self.options.steps)
+        for group in self.optimizers().param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["first_step"] = self.first_step  # where the loader's own count starts
 
@@ -279,8 +285,8 @@ def main(options: Options) -> None:
 
     # Train, and measure before and after on text that is not trained on.
     losses = out / "losses.jsonl"
-    if trainer.is_global_zero and not resume:
-        losses.unlink(missing_ok=True)
+    if trainer.is_global_zero:
+        text.keep_until(losses, meta.get("step", 0) if resume else -1)
     (before,) = trainer.validate(module, held_out_loader, ckpt_path=resume, verbose=False)
     sample_before = trainer.predict(module, prompts)
     trainer.fit(module, train_loader, ckpt_path=resume)

@@ -200,3 +200,10 @@ def split(
             f"Expected enough rows to hold out {share:.0%} of them, got {len(pairs)}; give more."
         )
     return pairs.select(train), pairs.select(held_out[:max_held_out])
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drops the rows of a JSONL file that come after `step`: a resumed run makes them again."""
+    if path.is_file():
+        rows = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(row for row in rows if json.loads(row)["step"] <= step))

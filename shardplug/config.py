@@ -29,7 +29,7 @@ _PRESETS["zero2_offload"] = _PRESETS["zero2_cpu"]
 _PRESETS["zero3_offload"] = _PRESETS["zero3_cpu"]
 
 PRESETS: tuple[str, ...] = tuple(_PRESETS)
-"""Names accepted by `ZeroConfig.preset` and as strategy strings."""
+"""Names known to `ZeroConfig.preset` and as strategy strings."""
 
 _DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -132,10 +132,7 @@ class ZeroConfig:
         Raises:
             ConfigError: For an unknown name or field, or a tier that is not available.
         """
-        fields = _PRESETS.get(name.lower())
-        if fields is None:
-            raise ConfigError(f"Expected a preset out of {', '.join(PRESETS)}, got {name!r}.")
-        return cls.from_fields({**fields, **overrides})
+        return cls.from_fields({**_preset(name), **overrides})
 
     @classmethod
     def from_fields(cls, fields: typing.Mapping[str, Any]) -> ZeroConfig:
@@ -170,12 +167,7 @@ class ZeroConfig:
             )
         fields: dict[str, Any] = {}
         if "=" not in parts[0]:
-            preset = _PRESETS.get(parts[0].lower())
-            if preset is None:
-                raise ConfigError(
-                    f"Expected a preset out of {', '.join(PRESETS)}, got {parts[0]!r}."
-                )
-            fields.update(preset)
+            fields.update(_preset(parts[0]))
             parts = parts[1:]
         for part in parts:
             name, equals, value = part.partition("=")
@@ -185,6 +177,19 @@ class ZeroConfig:
                 raise ConfigError(f"Option {name.strip()!r} is given twice in {text!r}.")
             fields[name.strip()] = _parse_value(name.strip(), value.strip())
         return cls.from_fields(fields)
+
+
+def _preset(name: str) -> dict[str, Any]:
+    available = [known for known, fields in _PRESETS.items() if set(fields) == {"stage"}]
+    fields = _PRESETS.get(name.lower())
+    if fields is None:
+        raise ConfigError(f"Expected a preset out of {', '.join(available)}, got {name!r}.")
+    if name.lower() not in available:
+        raise ConfigError(
+            f"The preset {name!r} is not available in this version of shardplug, which keeps every "
+            f'kind of state on the device. Use "zero{fields["stage"]}".'
+        )
+    return fields
 
 
 def _as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardplug.config import ZeroConfig
 from shardplug.core import _torch, grads
-from shardplug.core.agreement import Agreement, control_group
+from shardplug.core.agreement import Agreement, control_group, settle_at_exit
 from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
@@ -90,6 +90,7 @@ class ZeroEngine:
         self._stage = STAGES[config.stage]
         self._schedule = Schedule(self._stage)
         self._control = control_group(self.device)
+        settle_at_exit()
         self._sharded: list[_Sharded] = []
         self._num_sharded = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

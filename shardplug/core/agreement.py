@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +16,23 @@ from shardplug.core.order import Order
 from shardplug.core.peer import InFlight, PeerGather, PeerReduce
 from shardplug.errors import ModelError
 
-__all__ = ["Agreement", "control_group"]
+__all__ = ["Agreement", "control_group", "settle_at_exit"]
+
+
+@functools.cache
+def settle_at_exit() -> None:
+    """Let gloo's threads finish before the interpreter goes. Once per process.
+
+    A thread of gloo lets go of the last collective's tensors a moment after the collective has
+    returned, for which it needs the interpreter; one that asks during its end is ended by force,
+    and takes the process down ("terminate called without an active exception", SIGABRT).
+    """
+
+    def settle() -> None:
+        for _ in range(20):
+            time.sleep(0.01)  # gives the interpreter away each time
+
+    atexit.register(settle)
 
 
 def control_group(device: torch.device) -> dist.ProcessGroup:

@@ -42,8 +42,15 @@ class Check:
     def compare(self) -> str | None:
         """Wait for the comparison; return what differs, if anything does."""
         assert self._everyone is not None
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Another rank failed, is gone, or did not come in time, when this rank "
+                f"{self._order.describe_one(self._code)}. Look at the first error of the other "
+                f"ranks. ({str(error).partition(chr(10))[0]})"
+            ) from error
         self._works.clear()
         codes: list[int] = self._everyone.tolist()
         self._everyone = None
@@ -136,8 +143,9 @@ class Order:
             ScheduleError: On every rank, when the ranks differ.
         """
         while self.parted is None:
-            first = self._pending.popleft()
-            self.parted = first.compare()
+            first = self._pending[0]
+            self.parted = first.compare()  # raises, and may be asked again, when a rank is gone
+            self._pending.popleft()
             if first is check and self.parted is None:
                 return
         raise ScheduleError(self.parted)
@@ -154,18 +162,18 @@ class Order:
         """Begin a new window."""
         self.checksum = 0
 
+    def describe_one(self, code: int) -> str:
+        """Say what a rank was about to do."""
+        if code == _END:
+            return "had finished its backward"
+        verb = "reduces the gradients of" if code % 2 else "gathers"
+        unit = (code - self._first_code) // 2
+        known = 0 <= unit < len(self.units)
+        return f"{verb} {self.units[unit] if known else 'another model'}"
+
     def describe(self, codes: list[int]) -> str:
         """Say what each rank was about to do."""
-
-        def one(code: int) -> str:
-            if code == _END:
-                return "had finished its backward"
-            verb = "reduces the gradients of" if code % 2 else "gathers"
-            unit = (code - self._first_code) // 2
-            known = 0 <= unit < len(self.units)
-            return f"{verb} {self.units[unit] if known else 'another model'}"
-
-        rows = "; ".join(f"rank {rank} {one(code)}" for rank, code in enumerate(codes))
+        rows = "; ".join(f"rank {rank} {self.describe_one(c)}" for rank, c in enumerate(codes))
         return f"Expected every rank to use the same units in the same order, but {rows}. {_ADVICE}"
 
     def require_same(self, total: int) -> None:

@@ -9,6 +9,7 @@ so that hooks run in the order they have with DDP:
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -213,9 +214,21 @@ class TrainerStrategy(RunsSteps, Saves, Restores, World, _Base):  # type: ignore
 
     def on_exception(self, exception: BaseException) -> None:
         """Bring the engine back to rest, so that the same module can be fitted again."""
-        if self._engine is not None:
-            self._engine.reset()
         self.forget_rng()
+        if self._engine is None:
+            return
+        try:
+            self._engine.reset()
+        except RuntimeError as error:
+            # The exception that brought us here is the one to be seen; this one follows from it.
+            reason = str(error).partition("\n")[0]
+            warnings.warn(
+                "The ranks could not be brought back to rest, as one of them has failed or is gone "
+                f"({reason}). Look at the first error of the other ranks, and start all of them "
+                "again.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def teardown(self) -> None:
         """Leave the module sharded where it is; a later fit or test goes on with it."""
