@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,14 +40,15 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 PathLikeStr = str | PathLike[str]
 
 
+@dataclass(frozen=True, slots=True)
 class _Sharded:
     """What the engine keeps for one model."""
 
-    def __init__(self, model: nn.Module, calls: RootCalls, agreement: Agreement) -> None:
-        self.model = model
-        self.calls = calls
-        self.agreement = agreement
-        self.replicated: list[nn.Parameter] = []
+    model: nn.Module
+    calls: RootCalls
+    agreement: Agreement
+    replicated: list[nn.Parameter]
+    """Parameters that every rank holds whole."""
 
 
 class ZeroEngine:
@@ -194,9 +196,7 @@ class ZeroEngine:
         if self._stage.reshard_after_forward:
             KeptOutputs(units)
         self._num_sharded += 1
-        sharded = _Sharded(model, calls, agreement)
-        sharded.replicated = replicated
-        self._sharded.append(sharded)
+        self._sharded.append(_Sharded(model, calls, agreement, replicated))
         model.zero_grad = functools.partial(  # type: ignore[method-assign]
             self._zero_grad,
             functools.partial(self._zero_model, model, model.zero_grad),

@@ -26,6 +26,7 @@ from shardplug.errors import CheckpointError, ConfigError
 from shardplug.fabric.entry import bare
 from shardplug.hosts import comm, meta
 from shardplug.hosts.buffers import share_buffers
+from shardplug.hosts.options import refuse_checkpoint_io
 from shardplug.hosts.paths import local_path
 
 if TYPE_CHECKING:
@@ -51,11 +52,7 @@ class SavesState(_Base):  # type: ignore[misc]
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
-        if io is not None and type(io).__name__ != "TorchCheckpointIO":
-            raise ConfigError(
-                f"Expected no CheckpointIO plugin, got {type(io).__name__}: the zero strategies "
-                "write their shards themselves. Leave it out of Fabric(plugins=...)."
-            )
+        refuse_checkpoint_io(io, "Fabric")
         self._checkpoint_io = io
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:

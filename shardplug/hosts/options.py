@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shardplug.config import ZeroConfig
+from shardplug.errors import ConfigError
 
-__all__ = ["config_of", "preset_options"]
+__all__ = ["config_of", "preset_options", "refuse_checkpoint_io"]
 
 
 def config_of(options: dict[str, Any]) -> ZeroConfig:
@@ -32,3 +33,20 @@ def preset_options(preset: str) -> dict[str, Any]:
     """
     config = ZeroConfig.preset(preset)
     return {name: getattr(config, name) for name in ZeroConfig.__dataclass_fields__}
+
+
+def refuse_checkpoint_io(io: object, owner: str) -> None:
+    """Refuse a CheckpointIO plugin of the user's, which a sharded save would pass by.
+
+    Args:
+        io: The plugin; the framework's own default, or None, is accepted.
+        owner: "Trainer" or "Fabric", for the message.
+
+    Raises:
+        ConfigError: For any other plugin.
+    """
+    if io is not None and type(io).__name__ != "TorchCheckpointIO":
+        raise ConfigError(
+            f"Expected no CheckpointIO plugin, got {type(io).__name__}: the zero strategies "
+            f"write their shards themselves. Leave it out of {owner}(plugins=...)."
+        )

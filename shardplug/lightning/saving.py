@@ -17,6 +17,7 @@ from shardplug.checkpoint import state_of_model, state_of_optimizer, together, w
 from shardplug.errors import ConfigError
 from shardplug.hosts import comm, meta
 from shardplug.hosts.buffers import share_buffers
+from shardplug.hosts.options import refuse_checkpoint_io
 from shardplug.hosts.paths import local_path
 from shardplug.lightning import callbacks, tensors
 
@@ -61,11 +62,7 @@ class Saves(_Base):  # type: ignore[misc]
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
-        if io is not None and type(io).__name__ != "TorchCheckpointIO":
-            raise ConfigError(
-                f"Expected no CheckpointIO plugin, got {type(io).__name__}: the zero strategies "
-                "write their shards themselves. Leave it out of Trainer(plugins=...)."
-            )
+        refuse_checkpoint_io(io, "Trainer")
         self._checkpoint_io = io
 
     def save_checkpoint(
