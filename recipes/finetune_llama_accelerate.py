@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 import shardplug
 from shardplug.accelerate import Accelerator
-from shardplug.checkpoint import Reader, is_checkpoint
+from shardplug.checkpoint import Reader, export, is_checkpoint, resume_point
 from shardplug.memory import JsonlSink, MemoryTracker, PngSink, WandbSink
 
 
@@ -43,7 +43,7 @@ class Options:
     out: str = "runs/accelerate"
     """Folder for checkpoints, losses.jsonl, the memory picture and the W&B run."""
     resume: str = ""
-    """A checkpoint folder of either recipe, or "last": the newest one in `out`."""
+    """A checkpoint folder of either recipe, or "last": the newest whole one in `out`."""
 
     activation_checkpointing: bool = False
     """Whether to compute blocks again in the backward pass instead of keeping activations."""
@@ -68,6 +68,8 @@ class Options:
 
     save_every: int = 0
     """Optimizer steps between checkpoints; 0 saves at the end only."""
+    export: bool = True
+    """Whether to write the model at the end as a Hugging Face folder, `out`/model."""
     held_out_rows: int = 64
     """Most rows kept out of training to measure the loss on."""
     prompt: str = "Explain what json.dumps does."
@@ -101,13 +103,13 @@ def checkpoint_to_resume(options: Options) -> Path | None:
         return None
     path = Path(options.resume)
     if options.resume == "last":
-        saved = [p for p in Path(options.out, "checkpoints").glob("step-*") if is_checkpoint(p)]
-        if not saved:
+        point = resume_point(Path(options.out, "checkpoints"))
+        if point is None:
             raise text.RecipeError(
                 f"Expected a checkpoint in {options.out}/checkpoints for --resume last, got none; "
                 "check --out, or leave --resume out."
             )
-        path = max(saved, key=lambda path: path.stat().st_mtime)
+        path = point.path
     if not is_checkpoint(path):
         raise text.RecipeError(
             f"Expected --resume to be 'last' or a checkpoint folder, got {options.resume!r}; "
@@ -157,7 +159,7 @@ def main(options: Options) -> None:
         held_out_rows, options.micro_batch, collate_fn=batches.collate, generator=torch.Generator()
     )
 
-    # Model: only the first rank reads the weights; the engine sends the others theirs.
+    # Model: each rank reads its own rows when the engine shards it, or the first rank reads it all.
     model = llama.load_model(
         source,
         tokenizer,
@@ -247,10 +249,14 @@ def main(options: Options) -> None:
         append(losses, {"step": done, "held_out_loss": loss_before})
         append(losses, {"step": options.steps, "held_out_loss": loss_after})
         tokenizer.save_pretrained(out / "tokenizer")
+        if options.export:
+            export(checkpoint, out / "model", tokenizer=out / "tokenizer", overwrite=True)
         print(f"\nheld-out loss: {loss_before:.4f} before, {loss_after:.4f} after")
         print(f"sample before: {sample_before!r}")
         print(f"sample after:  {sample_after!r}")
         print(f"checkpoint:    {checkpoint}")
+        if options.export:
+            print(f"model:         {out / 'model'}")
         if options.wandb != "off":
             print(f"W&B run:       {run_folder}")
         print(f"memory:        {out / 'memory' / 'memory.png'}")

@@ -29,7 +29,7 @@ from lightning.pytorch.loggers import WandbLogger
 from torch.utils.data import DataLoader, DistributedSampler
 
 import shardplug
-from shardplug.checkpoint import Reader, is_checkpoint
+from shardplug.checkpoint import Reader, export, is_checkpoint, resume_point
 from shardplug.lightning import MemoryCurve
 
 
@@ -45,7 +45,7 @@ class Options:
     out: str = "runs/lightning"
     """Folder for checkpoints, losses.jsonl, the memory picture and the W&B run."""
     resume: str = ""
-    """A checkpoint folder of either recipe, or "last": the newest one in `out`."""
+    """A checkpoint folder of either recipe, or "last": the newest whole one in `out`."""
 
     stage: Literal[1, 2, 3] = 3
     """ZeRO stage: what is gathered when."""
@@ -79,6 +79,8 @@ class Options:
 
     save_every: int = 0
     """Optimizer steps between checkpoints; 0 saves at the end only."""
+    export: bool = True
+    """Whether to write the model at the end as a Hugging Face folder, `out`/model."""
     held_out_rows: int = 64
     """Most rows kept out of training to measure the loss on."""
     prompt: str = "Explain what json.dumps does."
@@ -183,13 +185,13 @@ def checkpoint_to_resume(options: Options) -> Path | None:
         return None
     path = Path(options.resume)
     if options.resume == "last":
-        saved = [p for p in Path(options.out, "checkpoints").glob("step-*") if is_checkpoint(p)]
-        if not saved:
+        point = resume_point(Path(options.out, "checkpoints"))
+        if point is None:
             raise text.RecipeError(
                 f"Expected a checkpoint in {options.out}/checkpoints for --resume last, got none; "
                 "check --out, or leave --resume out."
             )
-        path = max(saved, key=lambda path: path.stat().st_mtime)
+        path = point.path
     if not is_checkpoint(path):
         raise text.RecipeError(
             f"Expected --resume to be 'last' or a checkpoint folder, got {options.resume!r}; "
@@ -271,7 +273,7 @@ def main(options: Options) -> None:
     )
     prompts = DataLoader([options.prompt])  # for every rank: sampling is collective
 
-    # Model: only the first rank reads the weights; the engine sends the others theirs.
+    # Model: each rank reads its own rows when the engine shards it, or the first rank reads it all.
     model = llama.load_model(
         source,
         tokenizer,
@@ -298,6 +300,8 @@ def main(options: Options) -> None:
         append(losses, {"step": meta.get("step", 0), **before})
         append(losses, {"step": options.steps, **after})
         tokenizer.save_pretrained(out / "tokenizer")
+        if options.export:
+            export(save.best_model_path, out / "model", tokenizer=out / "tokenizer", overwrite=True)
         if options.wandb != "off":
             run_folder = Path(logger.experiment.dir).parent
             logger.experiment.finish()  # it prints a summary, which is not to come last
@@ -306,6 +310,8 @@ def main(options: Options) -> None:
         print(f"sample before: {sample_before[0]!r}")
         print(f"sample after:  {sample_after[0]!r}")
         print(f"checkpoint:    {save.best_model_path}")
+        if options.export:
+            print(f"model:         {out / 'model'}")
         if options.wandb != "off":
             print(f"W&B run:       {run_folder}")
         print(f"memory:        {curve.png_path}")

@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import shardplug.hf
+
 TINY_VOCABULARY = 1024
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -155,7 +157,11 @@ def load_model(
     activation_checkpointing: bool = False,
     empty: bool = False,
 ) -> nn.Module:
-    """Loads the model in fp32, or builds the tiny one.
+    """Builds the model in fp32: with its weights, or knowing where they are.
+
+    Safetensors files, in a folder or from the hub, are read when the engine shards the model, each
+    rank its own rows, so that the model is never whole on a machine. A GGUF file is read whole,
+    and the tiny model initialised, on the first rank.
 
     Args:
         source: What `find` returned.
@@ -164,8 +170,8 @@ def load_model(
         dropout: Dropout on the attention weights, from 0 to 1.
         activation_checkpointing: Whether blocks are computed again in the backward pass, which
             keeps only their inputs in memory.
-        empty: Whether to leave the weights out (meta tensors). For every rank but the first: the
-            engine sends them the first rank's weights anyway.
+        empty: Whether to leave the weights of a GGUF file or of the tiny model out (meta tensors).
+            For every rank but the first: the engine sends them the first rank's weights anyway.
 
     Returns:
         A causal language model in training mode.
@@ -174,7 +180,9 @@ def load_model(
     config.attention_dropout = dropout
     # The cache is for generating; a training step would fill it for nothing.
     config.use_cache = False
-    if empty:
+    if source.folder and not source.gguf_file:
+        model = shardplug.hf.from_pretrained(source.folder, config=config, dtype=torch.float32)
+    elif empty:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     elif source.folder:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from shardplug.core.agreement import Agreement, control_group, settle_at_exit
 from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
+from shardplug.core.origin import note_source_dtypes
 from shardplug.core.precision import Precision
 from shardplug.core.root import KeptOutputs, RootCalls
 from shardplug.core.schedule import Schedule
@@ -32,6 +33,9 @@ from shardplug.core.stage import STAGES
 from shardplug.core.units import plan_units
 from shardplug.errors import ConfigError, ModelError, OptimizerError, ScheduleError
 from shardplug.optim import Binding
+
+if TYPE_CHECKING:
+    from shardplug.checkpoint.background import Background
 
 __all__ = ["ZeroEngine"]
 
@@ -100,6 +104,7 @@ class ZeroEngine:
         self._listeners: list[Callable[[str], None]] = []
         self._backward_ran = False
         self._window_pending = False
+        self._background: Background | None = None
         _torch.guard_partial_reads()
 
     # ---------------------------------------------------------------- models and optimizers
@@ -124,9 +129,10 @@ class ZeroEngine:
     ) -> ModelT:
         """Shard a model in place. Collective.
 
-        Every rank takes rank 0's weights and buffers; a model built on meta is initialised; the
-        parameters move to the engine's device unit by unit. With a low `param_dtype` trainable
-        parameters are kept in fp32 and frozen ones in the dtype they came in.
+        Every rank takes rank 0's weights and buffers; a model built on meta is initialised, one
+        from `shardplug.hf.from_pretrained` is read, each rank its own rows. The parameters move to
+        the engine's device unit by unit. With a low `param_dtype` trainable parameters are kept in
+        fp32 and frozen ones in the dtype they came in.
 
         Args:
             model: The module; the same object is returned, and keeps its class name.
@@ -138,11 +144,13 @@ class ZeroEngine:
 
         Raises:
             ModelError: When the model cannot be sharded, or differs between ranks.
+            CheckpointError: On every rank, when weights cannot be read.
         """
         if any(model is known for known in self.models):
             return model
         refuse_unshardable(model)
         before = list(model.named_parameters(remove_duplicate=False))
+        note_source_dtypes(model)
         plan = plan_units(
             model,
             self.config.units,
@@ -297,6 +305,8 @@ class ZeroEngine:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._background is not None:
+            self._background.poll()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
         if closure is None:
             self._require_boundary("optimizer.step()")
@@ -503,7 +513,10 @@ class ZeroEngine:
     # ---------------------------------------------------------------- memory
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that this rank holds now, by kind; buffers are not counted."""
+        """Return the bytes that this rank holds now, by kind; buffers are not counted.
+
+        "snapshot" is CPU memory, held from the first save with `async_save` to `wait_for_save`.
+        """
         kinds: dict[str, list[torch.Tensor]] = {
             "master_shards": [],
             "gathered": [],
@@ -521,7 +534,9 @@ class ZeroEngine:
                 kinds["optimizer_state"] += [
                     v for v in state.values() if isinstance(v, torch.Tensor)
                 ]
-        return {kind: _torch.storage_bytes(tensors) for kind, tensors in kinds.items()}
+        held = {kind: _torch.storage_bytes(tensors) for kind, tensors in kinds.items()}
+        held["snapshot"] = 0 if self._background is None else self._background.memory.num_bytes
+        return held
 
     def add_phase_listener(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with "after_forward", "after_backward" and "after_step"."""
@@ -537,6 +552,15 @@ class ZeroEngine:
 
     # ---------------------------------------------------------------- checkpoints
 
+    @property
+    def background(self) -> Background:
+        """What writes checkpoints beside the training; hosts pass it to `checkpoint.write`."""
+        if self._background is None:
+            from shardplug.checkpoint.background import Background
+
+            self._background = Background()
+        return self._background
+
     def save(
         self,
         path: PathLikeStr,
@@ -544,6 +568,7 @@ class ZeroEngine:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         extra: Mapping[str, Any] | None = None,
         side_files: Callable[[Path], None] | None = None,
+        async_save: bool = False,
     ) -> None:
         """Write models, optimizers and each rank's random state into a new folder. Collective.
 
@@ -552,14 +577,23 @@ class ZeroEngine:
         Args:
             path: The folder; rank 0's counts.
             optimizers: Prepared optimizers.
-            extra: Anything else, made of plain types and tensors; rank 0's is kept.
+            extra: Anything else, made of plain types and tensors; rank 0's is kept. "step", the
+                optimizer steps done, is what `resume_point` and `inspect` show.
             side_files: Called on every rank with the folder being written, to add files to it.
+            async_save: Copy this rank's shards into CPU memory and return; a thread writes them.
+                The copy is as large as the shards; its memory is used again by the next save, and
+                given back by `wait_for_save`. The next save waits for the one before. A failure
+                is raised by the optimizer step, the save or the `wait_for_save` that comes next,
+                on every rank. Call `wait_for_save` at the end.
 
         Raises:
             CheckpointError: On every rank, when a rank could not write.
         """
         from shardplug.checkpoint import state_of_model, state_of_optimizer, together, write
 
+        if self._background is not None:
+            self._background.wait()  # what was started first is published first
+        step = (extra or {}).get("step")
         models, states = together(
             lambda: (
                 [state_of_model(model) for model in self.models],
@@ -572,9 +606,27 @@ class ZeroEngine:
             models=models,
             optimizers=states,
             meta={"extra": dict(extra or {})},
-            run=self.describe_run(),
+            run={
+                **self.describe_run(),
+                "framework": "pytorch",
+                "step": step if isinstance(step, int) else None,
+            },
+            modules=self.models,
             side_files=side_files,
+            background=self.background if async_save else None,
         )
+
+    def wait_for_save(self) -> None:
+        """Wait until the save that was started with `async_save` is on disk. Collective.
+
+        The memory of the snapshot is given back.
+
+        Raises:
+            CheckpointError: On every rank, when it failed.
+        """
+        if self._background is not None:
+            self._background.wait()
+            self._background.release()
 
     def describe_run(self) -> dict[str, Any]:
         """Return what a manifest says about the layout of this run."""
@@ -591,6 +643,7 @@ class ZeroEngine:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         strict: bool = True,
         rng: bool = True,
+        rename: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Read a folder written at any stage, world size or by any adapter. Collective.
 
@@ -598,19 +651,23 @@ class ZeroEngine:
             path: The folder; rank 0's counts.
             optimizers: Prepared optimizers, in the order they were saved.
             strict: Refuse missing and unexpected names; False loads what matches and warns of
-                the others by name.
+                the others by name, parameter groups that the optimizer lacks included.
             rng: Restore each rank's random state when the world size is the saved one.
+            rename: New names of parameters, buffers or whole modules, by those in the folder.
 
         Returns:
-            The `extra` given to `save`.
+            The `extra` given to `save`; of a folder that a framework wrote, its "step" if known.
 
         Raises:
-            CheckpointError: When the folder is no checkpoint, is incomplete or does not match.
+            CheckpointError: On every rank, when the folder is no checkpoint, is damaged or does
+                not match.
         """
         from shardplug.checkpoint import Reader, together
 
-        reader = Reader(path)
-        extra = together(lambda: dict(reader.meta.get("extra", {})), "Loading")
+        reader = Reader(path, rename=rename)
+        step = reader.manifest.get("step")
+        other = {} if step is None else {"step": step}
+        extra = together(lambda: dict(reader.meta.get("extra", other)), "Loading")
         reader.load(self, optimizers, strict=strict)
         if rng:
             reader.restore_rng()

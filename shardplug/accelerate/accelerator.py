@@ -46,6 +46,10 @@ class Accelerator(GradientMethods, SavingMethods):
         zero: "zero1", "zero2", "zero3", options like "stage=2,replicate_size=2", or a
             `ZeroConfig`. None takes the string after "shardplug:" in
             `fsdp_sharding_strategy` of the YAML given to `accelerate launch`.
+        async_save: `save_state` copies the shards into CPU memory and returns; they are written
+            while training goes on. A failure is raised on every rank by the optimizer step, save
+            or load that comes next, or by `end_training`. None takes `async_save=true` from the
+            string above.
         **kwargs: As for `accelerate.Accelerator`.
 
     Raises:
@@ -208,7 +212,8 @@ class Accelerator(GradientMethods, SavingMethods):
         return model
 
     def free_memory(self, *objects: Any) -> Any:
-        """Drop the references to all prepared objects, as Accelerate does."""
+        """Drop the references to all prepared objects, as Accelerate does; waits for a save."""
+        self.wait_for_save()
         if self._engine is not None:
             self._engine.reset()
         self._engine = None

@@ -21,6 +21,7 @@ from shardplug.accelerate.distributed import (
 from shardplug.accelerate.mixed import grad_scaler
 from shardplug.accelerate.options import (
     make_plugin,
+    read_async_save,
     read_config,
     refuse_settings,
     with_plugin,
@@ -51,11 +52,18 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
     scaler: torch.amp.GradScaler | None
     """Loss scaler of fp16 mixed precision."""
 
-    def __init__(self, *args: Any, zero: str | ZeroConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        zero: str | ZeroConfig | None = None,
+        async_save: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
         signature = inspect.signature(_Stock.__init__)
         arguments = dict(signature.bind_partial(self, *args, **kwargs).arguments)
         del arguments["self"]
         config = read_config(zero, os.environ)
+        self._async_save = read_async_save(async_save, zero, os.environ)
         refuse_settings(arguments, os.environ)
         plugin = make_plugin(arguments.pop("fsdp_plugin", None), os.environ)
         config = with_plugin(config, plugin)

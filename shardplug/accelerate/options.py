@@ -16,6 +16,7 @@ __all__ = [
     "ENVIRONMENT_NAME",
     "PREFIX",
     "make_plugin",
+    "read_async_save",
     "read_config",
     "refuse_settings",
     "with_plugin",
@@ -42,6 +43,8 @@ _OTHER_ENGINES = {
 
 _CHECKED = "_shardplug_checked"
 
+_ASYNC = "async_save"
+
 _OTHER_ENGINE_ARGUMENTS = (
     "deepspeed_plugin",
     "deepspeed_plugins",
@@ -65,9 +68,9 @@ def read_config(zero: str | ZeroConfig | None, environment: Mapping[str, str]) -
     text = environment.get(ENVIRONMENT_NAME, "")
     launched = None
     if text.startswith(PREFIX):
-        launched = ZeroConfig.parse(text.removeprefix(PREFIX))
+        launched = ZeroConfig.parse(_without_async(text)[0])
     if isinstance(zero, str):
-        zero = ZeroConfig.parse(zero.removeprefix(PREFIX))
+        zero = ZeroConfig.parse(_without_async(zero)[0])
     elif zero is not None and not isinstance(zero, ZeroConfig):
         raise ConfigError(
             f"Expected zero to be a string or a ZeroConfig, got {type(zero).__name__}. {_HOW_TO}"
@@ -83,6 +86,44 @@ def read_config(zero: str | ZeroConfig | None, environment: Mapping[str, str]) -
     found = zero or launched
     assert found is not None
     return found
+
+
+def read_async_save(
+    given: bool | None, zero: str | ZeroConfig | None, environment: Mapping[str, str]
+) -> bool:
+    """Find whether checkpoints are written in the background.
+
+    Args:
+        given: The Accelerator's argument; None leaves it to the strings.
+        zero: As in `read_config`; a string may have the option `async_save=true`.
+        environment: The process environment; the YAML's string may have that option too.
+
+    Raises:
+        ConfigError: When the option has another value, or is given twice and differs.
+    """
+    launched = environment.get(ENVIRONMENT_NAME, "")
+    texts = [zero] if isinstance(zero, str) else []
+    texts += [launched] if launched.startswith(PREFIX) else []
+    found = [given, *(_without_async(text)[1] for text in texts)]
+    values = {value for value in found if value is not None}
+    if len(values) > 1:
+        raise ConfigError(
+            f"Expected one async_save, got async_save={given}, zero={zero!r} in Python and "
+            f"{ENVIRONMENT_NAME}={launched!r} from the YAML. Leave all but one out."
+        )
+    return values == {True}
+
+
+def _without_async(text: str) -> tuple[str, bool | None]:
+    """Take `async_save=...`, which is the Accelerator's own, out of a ZeRO configuration."""
+    parts = [part.strip() for part in text.removeprefix(PREFIX).split(",")]
+    values = [p.partition("=")[2].strip() for p in parts if p.partition("=")[0].strip() == _ASYNC]
+    rest = ",".join(p for p in parts if p.partition("=")[0].strip() != _ASYNC)
+    if not values:
+        return rest, None
+    if len(values) > 1 or values[0].lower() not in ("true", "false"):
+        raise ConfigError(f"Expected async_save=true or async_save=false, once, got {text!r}.")
+    return rest, values[0].lower() == "true"
 
 
 def refuse_settings(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:

@@ -73,7 +73,11 @@ class SavingMethods(AcceleratorBase):
 
         One folder is written aside and renamed when it is complete. Every rank calls it. In the
         middle of an accumulation window the gradients accumulated so far are not saved; that is
-        warned of.
+        warned of. With `async_save` the folder is there some time after this returns, at the
+        latest when `wait_for_save`, `end_training` or the next save or load returns.
+
+        With a `total_limit` the oldest whole folders above it are removed once the new one is on
+        disk, and only those: a damaged one does not count.
 
         Args:
             output_dir: The folder; not used with `automatic_checkpoint_naming`.
@@ -86,6 +90,7 @@ class SavingMethods(AcceleratorBase):
         Raises:
             ConfigError: For options that cannot be honoured, or a missing or taken path.
             CheckpointError: When a rank could not write, on every rank; an older folder stays.
+                With `async_save` also for the save before this one.
         """
         if not safe_serialization or save_model_func_kwargs:
             raise ConfigError(
@@ -102,20 +107,45 @@ class SavingMethods(AcceleratorBase):
     ) -> None:
         """Load what `save_state`, or the Lightning strategy's checkpoint, wrote.
 
-        The number of ranks and the stage may differ. Every rank calls it.
+        The number of ranks and the stage may differ. Every rank calls it. Of a folder that plain
+        Accelerate wrote with FSDP2, weights and optimizers are loaded.
 
         Args:
-            input_dir: The folder, or None for the newest with `automatic_checkpoint_naming`.
+            input_dir: The folder, or None for the newest whole one with
+                `automatic_checkpoint_naming`; those passed over are warned of.
             load_kwargs: Passed to the loader of schedulers and other side files.
-            **load_model_func_kwargs: `strict` (default True) is known.
+            **load_model_func_kwargs: `strict` (default True) is known, and `rename`: new names of
+                parameters, buffers or whole modules, by those in the folder.
 
         Raises:
             CheckpointError: When the folder is no checkpoint or does not match, on every rank.
         """
         strict = load_model_func_kwargs.pop("strict", True)
+        rename = load_model_func_kwargs.pop("rename", None)
         load_model_func_kwargs.pop("map_location", None)  # shards are loaded where they live
         if load_model_func_kwargs:
             raise ConfigError(
-                f"Expected no option of load_state but strict, got {sorted(load_model_func_kwargs)}"
+                "Expected no options of load_state but strict and rename, got "
+                f"{sorted(load_model_func_kwargs)}."
             )
-        states.load_state(self, input_dir, load_kwargs, strict=strict)
+        states.load_state(self, input_dir, load_kwargs, strict=strict, rename=rename)
+
+    def wait_for_save(self) -> None:
+        """Wait until the save that was started with `async_save` is on disk. Every rank calls it.
+
+        Raises:
+            CheckpointError: When it failed, on every rank.
+        """
+        if self._engine is not None:
+            self._engine.wait_for_save()
+
+    def end_training(self) -> None:
+        """Wait for the save under way, then do what Accelerate does at the end.
+
+        Raises:
+            CheckpointError: When that save failed, on every rank.
+        """
+        try:
+            self.wait_for_save()
+        finally:
+            super().end_training()

@@ -13,8 +13,6 @@ folder/
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,19 +22,14 @@ import torch
 from accelerate.checkpointing import load_custom_state, save_custom_state
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import broadcast_object_list
 from accelerate.utils.other import load as load_file
 from accelerate.utils.other import save as save_file
 
+from shardplug.accelerate import folders
 from shardplug.accelerate.loaders import load_loader_state, loader_state
-from shardplug.checkpoint import (
-    Reader,
-    is_checkpoint,
-    state_of_model,
-    state_of_optimizer,
-    write,
-)
+from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
 from shardplug.errors import CheckpointError, ConfigError
+from shardplug.hosts.opening import naming_the_newest_whole, steps_done
 
 if TYPE_CHECKING:
     from shardplug.accelerate.base import AcceleratorBase
@@ -44,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["bare_optimizer", "load_state", "save_state"]
 
 _META = "accelerate"
-_AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -66,7 +58,7 @@ def save_state(accelerator: AcceleratorBase, output_dir: str | os.PathLike[str] 
     """
     project = accelerator.project_configuration
     automatic = bool(project.automatic_checkpoint_naming)
-    folder = _new_automatic_folder(accelerator) if automatic else output_dir
+    folder = folders.new_folder(accelerator) if automatic else output_dir
     if folder is None:
         raise ConfigError(
             "Expected a folder: save_state(output_dir), or a ProjectConfiguration with "
@@ -95,11 +87,14 @@ def save_state(accelerator: AcceleratorBase, output_dir: str | os.PathLike[str] 
             "framework": "accelerate",
             "step": accelerator.completed_steps,
         },
+        modules=models,
         side_files=lambda aside: _write_side_files(accelerator, aside),
+        background=accelerator.engine.background if accelerator._async_save else None,
     )
     project.iteration += 1
-    if automatic and project.total_limit is not None:
-        _drop_oldest(accelerator, folder.parent, project.total_limit)
+    if automatic and project.total_limit is not None and accelerator.is_main_process:
+        root, limit = folder.parent, project.total_limit
+        accelerator.engine.background.after(lambda: folders.drop_oldest(root, limit))
     accelerator.wait_for_everyone()
     return folder
 
@@ -110,6 +105,7 @@ def load_state(
     load_kwargs: Mapping[str, Any] | None,
     *,
     strict: bool = True,
+    rename: Mapping[str, str] | None = None,
 ) -> None:
     """Read a folder into everything the accelerator prepared. Collective.
 
@@ -118,20 +114,23 @@ def load_state(
         input_dir: The folder, or None for the newest one named automatically.
         load_kwargs: Passed to the loader of side files.
         strict: Refuse missing and unexpected parameter names.
+        rename: New names by those in the folder.
 
     Raises:
         CheckpointError: When the folder is no checkpoint or does not match.
     """
-    folder = _find_folder(accelerator, input_dir)
-    reader = Reader(folder)
-    models = accelerator._models
-    _check_custom_objects(accelerator, reader)
-    for hook in accelerator._load_model_state_pre_hook.values():
-        hook([], str(folder))
-    optimizers = [bare_optimizer(optimizer) for optimizer in accelerator._optimizers]
-    reader.load(models, optimizers, strict=strict)
-    _read_side_files(accelerator, reader, folder, dict(load_kwargs or {}))
-    reader.restore_rng()
+    accelerator.wait_for_save()
+    folder = folders.find_folder(accelerator, input_dir)
+    with naming_the_newest_whole(folder):
+        reader = Reader(folder, rename=rename)
+        _check_custom_objects(accelerator, reader)
+        for hook in accelerator._load_model_state_pre_hook.values():
+            hook([], str(reader.path))
+        optimizers = [bare_optimizer(optimizer) for optimizer in accelerator._optimizers]
+        reader.load(accelerator._models, optimizers, strict=strict)
+        _read_side_files(accelerator, reader, reader.path, dict(load_kwargs or {}))
+        reader.restore_rng()
+    folders.count_on(accelerator, folder.parent)
     accelerator.wait_for_everyone()
 
 
@@ -175,7 +174,7 @@ def _read_side_files(
                 UserWarning,
                 stacklevel=5,
             )
-        accelerator.completed_steps = int(meta.get("step", 0))
+        accelerator.completed_steps = steps_done(reader) or 0
         return
     for index, scheduler in enumerate(accelerator._schedulers):
         path = folder / _numbered("scheduler", index)
@@ -233,63 +232,6 @@ def _check_custom_objects(accelerator: AcceleratorBase, reader: Reader) -> None:
             f"{reader.path}, found {found}: register_for_checkpointing() the objects that were "
             "saved."
         )
-
-
-def _find_folder(accelerator: AcceleratorBase, input_dir: str | os.PathLike[str] | None) -> Path:
-    if input_dir is not None:
-        folder = Path(input_dir).expanduser()
-        foreign = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "model.safetensors")
-        if not is_checkpoint(folder) and any((folder / name).exists() for name in foreign):
-            raise CheckpointError(
-                f"Expected a folder written by shardplug, got {folder}, which plain Accelerate "
-                "wrote. Load it with accelerate.Accelerator and save the weights with save_model."
-            )
-        return folder
-    project = accelerator.project_configuration
-    if not project.automatic_checkpoint_naming:
-        raise ConfigError(
-            "Expected a folder: load_state(input_dir), or a ProjectConfiguration with "
-            "automatic_checkpoint_naming=True."
-        )
-    root = Path(accelerator.project_dir) / "checkpoints"
-    choice: list[Any] = [None]
-    if accelerator.is_main_process:
-        whole = [n for n, path in _automatic_folders(root).items() if is_checkpoint(path)]
-        choice = [max(whole, default=None)]
-    broadcast_object_list(choice)
-    if choice[0] is None:
-        raise CheckpointError(f"Expected a folder checkpoint_<n> in {root}, found none.")
-    # The next save goes on from there instead of meeting the folder it resumed from.
-    project.iteration = choice[0] + 1
-    return root / f"checkpoint_{choice[0]}"
-
-
-def _new_automatic_folder(accelerator: AcceleratorBase) -> Path:
-    root = Path(accelerator.project_dir) / "checkpoints"
-    folder = root / f"checkpoint_{accelerator.save_iteration}"
-    taken = [folder.exists()]
-    broadcast_object_list(taken)
-    if taken[0]:
-        raise ConfigError(
-            f"Expected a new folder, but {folder} exists. Load it first, or set "
-            "accelerator.project_configuration.iteration to the number to go on with."
-        )
-    return folder
-
-
-def _automatic_folders(root: Path) -> dict[int, Path]:
-    if not root.is_dir():
-        return {}
-    found = ((_AUTOMATIC.fullmatch(path.name), path) for path in root.iterdir())
-    return {int(match[1]): path for match, path in found if match is not None}
-
-
-def _drop_oldest(accelerator: AcceleratorBase, root: Path, limit: int) -> None:
-    if not accelerator.is_main_process:
-        return
-    numbered = _automatic_folders(root)
-    for number in sorted(numbered)[: max(0, len(numbered) - limit)]:
-        shutil.rmtree(numbered[number])
 
 
 def _is_stateful(loader: Any) -> bool:

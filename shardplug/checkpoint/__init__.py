@@ -2,20 +2,30 @@
 
 A checkpoint is a folder: the tensors in torch's distributed checkpoint (DCP) format under their
 names, `meta.pt` with what is not a tensor, one `rng_<rank>.pt` a rank, and `manifest.json`,
-written last, that lists what is inside. The folder is written aside and renamed.
+written last, that lists what is inside with checksums. The folder is written aside and renamed.
 """
 
 from shardplug.checkpoint.collective import together
+from shardplug.checkpoint.exporting import export
+from shardplug.checkpoint.exporting_live import export_model
+from shardplug.checkpoint.inspection import CheckpointInfo, inspect
 from shardplug.checkpoint.model_state import load_model, state_of_model
 from shardplug.checkpoint.optimizer_state import load_optimizer, state_of_optimizer
 from shardplug.checkpoint.reader import Reader, is_checkpoint
+from shardplug.checkpoint.resume import ResumePoint, resume_point
 from shardplug.checkpoint.writer import write
 
 __all__ = [
+    "CheckpointInfo",
     "Reader",
+    "ResumePoint",
+    "export",
+    "export_model",
+    "inspect",
     "is_checkpoint",
     "load_model",
     "load_optimizer",
+    "resume_point",
     "state_of_model",
     "state_of_optimizer",
     "together",

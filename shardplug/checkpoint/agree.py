@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardplug.checkpoint.collective import rank_and_size
+from shardplug.checkpoint.collective import gather, rank_and_size
 from shardplug.checkpoint.extra_state import is_extra
 from shardplug.checkpoint.plain import culprit
 from shardplug.errors import CheckpointError
@@ -66,13 +65,11 @@ def check_agreement(
         return
     lines = sorted(_facts(models, optimizers))
     mine = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests: list[Any] = [None] * size
-    dist.all_gather_object(digests, mine)
+    digests = gather(mine, "Saving")
     if len(set(digests)) == 1:
         return
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, lines if rank in (0, other) else None)
+    everyone = gather(lines if rank in (0, other) else [], "Saving")
     here, there = set(everyone[0]), set(everyone[other])
     raise CheckpointError(
         "Expected every rank to save the same tensors, but "
@@ -113,8 +110,11 @@ def _layout(value: torch.Tensor) -> str:
 
 
 def _checksum(value: torch.Tensor) -> int:
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(bytes(data.tolist()))
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = bytearray(flat.numel())
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(flat)
+    return zlib.crc32(data)
 
 
 def check_readable(meta: Mapping[str, Any]) -> None:

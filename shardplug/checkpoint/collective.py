@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardplug.errors import CheckpointError
 
-__all__ = ["rank_and_size", "together"]
+__all__ = [
+    "background_group",
+    "from_rank_0",
+    "gather",
+    "message_group",
+    "rank_and_size",
+    "together",
+]
 
 T = TypeVar("T")
+
+_GONE = "Another rank is gone, or did not answer in time."
+
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups made so far, for each default group that was up."""
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -22,19 +35,96 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def together(action: Callable[[], T], doing: str, *, alone: bool = False) -> T:
+def message_group() -> dist.ProcessGroup | None:
+    """Return a group over all ranks whose messages go through CPU memory. Collective.
+
+    On such a group a rank that is gone is noticed at once, and no device memory is used.
+    """
+    if rank_and_size()[1] == 1:
+        return None
+    if dist.get_backend() == dist.Backend.GLOO:
+        return dist.group.WORLD
+    return _new_group("messages")
+
+
+def background_group(owner: int) -> dist.ProcessGroup | None:
+    """Return a group for messages of a thread beside the training. Collective when first asked.
+
+    Two threads that send on one group would meet each other's messages.
+
+    Args:
+        owner: A number of the thread's own.
+    """
+    return None if rank_and_size()[1] == 1 else _new_group(f"background {owner}")
+
+
+def _new_group(use: str) -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    groups = _GROUPS.setdefault(dist.group.WORLD, {})
+    if use not in groups:
+        groups[use] = dist.new_group(backend=dist.Backend.GLOO)
+    return groups[use]
+
+
+def from_rank_0(value: T) -> T:
+    """Return rank 0's value on every rank. Collective.
+
+    Raises:
+        CheckpointError: When another rank is gone.
+    """
+    box = [value]
+    group = message_group()
+    if group is not None:
+        try:
+            dist.broadcast_object_list(box, src=0, group=group)
+        except RuntimeError as error:
+            raise CheckpointError(_GONE) from error
+    return box[0]
+
+
+def gather(value: T, doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's value, by rank. Collective.
+
+    Args:
+        value: This rank's; it is pickled.
+        doing: What a message says has failed, like "Saving".
+        group: The group to ask on; None means the one of `message_group`.
+
+    Raises:
+        CheckpointError: When another rank is gone.
+    """
+    group = group or message_group()
+    if group is None:
+        return [value]
+    values: list[T] = [value] * group.size()
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except (RuntimeError, ValueError, KeyError) as error:  # the last two: it was destroyed
+        raise CheckpointError(f"{doing} failed. {_GONE}") from error
+    return values
+
+
+def together(
+    action: Callable[[], T],
+    doing: str,
+    *,
+    alone: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> T:
     """Run `action` on every rank, and raise on all of them when it failed on one. Collective.
 
     Args:
         action: What to do; it may contain collectives that themselves fail on every rank.
         doing: What a message says has failed, like "Saving".
         alone: Do not ask the other ranks.
+        group: The group to ask them on; None means the one of `message_group`.
 
     Returns:
         What `action` returned on this rank.
 
     Raises:
-        CheckpointError: On every rank, naming the first rank that failed and why.
+        CheckpointError: On every rank, naming the first rank that failed and why; also when
+            another rank is gone.
     """
     value: T | None = None
     failure: tuple[int | None, str] | None = None
@@ -43,10 +133,7 @@ def together(action: Callable[[], T], doing: str, *, alone: bool = False) -> T:
         value = action()
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         failure, cause = _describe(error), error
-    failures = [failure]
-    if not alone and rank_and_size()[1] > 1:
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
+    failures = [failure] if alone else gather(failure, doing, group)
     found = [(rank, *entry) for rank, entry in enumerate(failures) if entry is not None]
     if not found:
         return value  # type: ignore[return-value]
@@ -68,5 +155,7 @@ def _describe(error: BaseException) -> tuple[int | None, str]:
     if isinstance(error, CheckpointException) and error.failures:
         rank = min(error.failures)
         inner = error.failures[rank][0]
+        if isinstance(inner, CheckpointError):
+            return rank, str(inner)
         return rank, f"{type(inner).__name__}: {inner}"
     return None, f"{type(error).__name__}: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -46,41 +46,78 @@ def match_groups(
     optimizer: torch.optim.Optimizer,
     names: Mapping[nn.Parameter, str],
     saved: Sequence[Mapping[str, Any]],
+    *,
+    strict: bool = True,
 ) -> list[Mapping[str, Any] | None]:
     """Find the saved group for each group of the optimizer; None for groups added since.
 
+    Groups are matched by the parameters they hold: first those that hold the same, then those that
+    share some, in the same place before others; empty groups by their place.
+
+    Args:
+        optimizer: The optimizer.
+        names: Its parameters' names.
+        saved: The checkpoint's groups, with the names used here.
+        strict: Refuse saved groups that match none; False leaves them out.
+
     Raises:
-        CheckpointError: When the optimizer has fewer groups, or groups of other parameters.
+        CheckpointError: With `strict`, when the optimizer has fewer groups, or groups of other
+            parameters.
     """
-    if len(saved) > len(optimizer.param_groups):
+    held = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
+    theirs = [set(group["params"]) for group in saved]
+    found = _pair_groups(held, theirs)
+    left = [number for number in range(len(saved)) if number not in found.values()]
+    if strict and left:
+        _refuse(type(optimizer).__name__, held, theirs, left[0])
+    return [saved[found[index]] if index in found else None for index in range(len(held))]
+
+
+def _pair_groups(held: Sequence[set[str]], theirs: Sequence[set[str]]) -> dict[int, int]:
+    """Return the number of the saved group for each of the optimizer's that has one."""
+    found: dict[int, int] = {}
+
+    def free() -> list[int]:
+        return [number for number in range(len(theirs)) if number not in found.values()]
+
+    def same(index: int) -> list[int]:
+        alike = [n for n in free() if theirs[n] == held[index]]
+        # Empty groups, and groups that hold the same, are told apart by their places alone.
+        return [index] if index in alike else alike if held[index] and len(alike) == 1 else []
+
+    def sharing_in_place(index: int) -> list[int]:
+        return [n for n in free() if n == index and held[index] & theirs[n]]
+
+    def sharing(index: int) -> list[int]:
+        sizes = {n: len(held[index] & theirs[n]) for n in free()}
+        most = max(sizes.values(), default=0)
+        best = [n for n, size in sizes.items() if size == most]
+        return best if most and len(best) == 1 else []
+
+    def empty_in_place(index: int) -> list[int]:
+        return [n for n in free() if n == index and not (held[index] and theirs[n])]
+
+    for choose in (same, sharing_in_place, sharing, empty_in_place):
+        for index in range(len(held)):
+            if index not in found:
+                found.update((index, number) for number in choose(index))
+    return found
+
+
+def _refuse(
+    kind: str, held: Sequence[set[str]], theirs: Sequence[set[str]], number: int
+) -> NoReturn:
+    leave_out = "use strict=False to leave out those that it lacks"
+    if len(theirs) > len(held):
         raise CheckpointError(
-            f"Expected at most {len(optimizer.param_groups)} parameter groups, as "
-            f"{type(optimizer).__name__} has, got {len(saved)} in the checkpoint: add the groups "
-            "that were added during training before loading."
+            f"Expected at most {len(held)} parameter groups, as {kind} has, got {len(theirs)} in "
+            "the checkpoint: add the groups that were added during training before loading, or "
+            f"{leave_out}."
         )
-    return [
-        _matching(index, {names[p] for p in group["params"]}, saved)
-        for index, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def _matching(
-    index: int, held: set[str], saved: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Any] | None:
-    if index < len(saved) and set(saved[index]["params"]) == held:
-        return saved[index]
-    same = [group for group in saved if held and set(group["params"]) == held]
-    if len(same) == 1:
-        return same[0]
-    if index >= len(saved):
-        return None  # a group added since: it keeps its own options
-    theirs = set(saved[index]["params"])
-    if not held or not theirs or held & theirs:
-        return saved[index]
     raise CheckpointError(
-        f"Expected parameter group {index} to hold the parameters it was saved with, but the "
-        f"checkpoint has {listed(sorted(theirs), 3)} there and the optimizer "
-        f"{listed(sorted(held), 3)}."
+        f"Expected parameter group {number} to hold the parameters it was saved with, but the "
+        f"checkpoint has {listed(sorted(theirs[number]), 3)} there and the optimizer "
+        f"{listed(sorted(held[number]), 3)}: build the groups that were saved, or {leave_out}."
     )
 
 

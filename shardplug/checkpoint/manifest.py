@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardplug.checkpoint.commit import MANIFEST
+from shardplug.checkpoint.durable import BLOCK_BYTES, verify_file
+from shardplug.checkpoint.foreign import identify
+from shardplug.checkpoint.hugging_face import describe_modules
+from shardplug.checkpoint.model_state import state_and_aliases
+from shardplug.checkpoint.names import clean_name
+from shardplug.core.origin import source_dtypes
 from shardplug.errors import CheckpointError
 
 __all__ = [
@@ -18,20 +28,26 @@ __all__ = [
     "VERSION",
     "describe",
     "dtype_of",
-    "file_sizes",
     "optimizer_key",
+    "parse",
     "read",
     "state_key",
+    "to_json",
+    "verify",
 ]
 
-MANIFEST = "manifest.json"
 FORMAT = "shardplug"
-VERSION = 1
+VERSION = 2
+"""2: checksums of all files, the dtypes the parameters came in, Hugging Face configurations."""
+
+_OWN_SUM = "manifest_crc32"
+_REQUIRED = {"models": list, "optimizers": list, "world_size": int, "files": dict}
 
 
-def state_key(index: int) -> str:
+def state_key(index: int, version: int = VERSION) -> str:
     """Return the key that the tensors of model `index` are under."""
-    return "state_dict" if index == 0 else f"state_dict_{index}"
+    first = "model" if version > 1 else "state_dict"  # Lightning's consolidation looks for "model"
+    return first if index == 0 else f"{first}_{index}"
 
 
 def optimizer_key(index: int) -> str:
@@ -43,13 +59,29 @@ def describe(
     models: Sequence[Mapping[str, torch.Tensor]],
     optimizers: Sequence[Mapping[str, Any]],
     run: Mapping[str, Any],
+    modules: Sequence[nn.Module],
 ) -> dict[str, Any]:
-    """Describe the content: names, shapes and dtypes of every tensor, and the run's layout."""
+    """Describe the content: names, shapes and dtypes of every tensor, and the run's layout.
+
+    Args:
+        models: For each model its tensors by name.
+        optimizers: For each optimizer its state by name.
+        run: Facts about the run.
+        modules: The models themselves; may be left empty.
+    """
+    now = time.time()
     return {
         "format": FORMAT,
         "version": VERSION,
         "torch": torch.__version__,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)),
+        "saved_at_seconds": now,
         **run,
+        "hugging_face": describe_modules(modules),
+        "source_dtypes": [
+            _source_dtypes(module, model) for module, model in zip(modules, models, strict=False)
+        ],
+        "tied": [_tied(module) for module in modules],
         "models": [{name: _tensor(value) for name, value in model.items()} for model in models],
         "optimizers": [
             {
@@ -63,6 +95,21 @@ def describe(
             for optimizer in optimizers
         ],
     }
+
+
+def _source_dtypes(module: nn.Module, model: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    came_in = {clean_name(name): dtype for name, dtype in source_dtypes(module).items()}
+    return {
+        name: str(came_in[name]).removeprefix("torch.")
+        for name, value in model.items()
+        if name in came_in and came_in[name] != value.dtype
+    }
+
+
+def _tied(module: nn.Module) -> dict[str, list[str]]:
+    """Return the further names of each tensor that has several, by the one it is saved under."""
+    aliases = state_and_aliases(module, pack=False)[1]
+    return {name: sorted(names - {name}) for name, names in aliases.items() if len(names) > 1}
 
 
 def _tensor(value: torch.Tensor) -> dict[str, Any]:
@@ -82,35 +129,50 @@ def dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of every file in a folder, by relative path."""
-    return {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+def to_json(manifest: Mapping[str, Any]) -> str:
+    """Write a manifest as JSON, with a checksum of itself."""
+    return json.dumps({**manifest, _OWN_SUM: _own_sum(manifest)}, indent=1)
+
+
+def _own_sum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read and check a folder's manifest.
+    """Read and check a folder's manifest, and that its files have their sizes.
 
     Raises:
         CheckpointError: When the folder is missing, is no shardplug checkpoint, is newer, or
             lacks a file.
     """
+    manifest = parse(path)
+    for name, entry in manifest["files"].items():
+        wrong = verify_file(path / name, {"bytes": entry["bytes"]}, BLOCK_BYTES)
+        if wrong is not None:
+            raise CheckpointError(f"{path} is damaged: {name} {wrong}.")
+    return manifest
+
+
+def parse(path: Path) -> dict[str, Any]:
+    """Read and check a folder's manifest alone.
+
+    Raises:
+        CheckpointError: When the folder is missing, is no shardplug checkpoint, or is newer.
+    """
     if not path.exists():
         raise CheckpointError(f"Expected a checkpoint folder at {path}, found nothing.")
     if not path.is_dir():
-        raise CheckpointError(f"Expected a checkpoint folder at {path}, found a file.")
+        raise CheckpointError(f"Expected a checkpoint folder at {path}, got {identify(path)}")
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(
-            f"Expected a shardplug checkpoint at {path}, but it has no {MANIFEST}: {_kind(path)}."
+            f"Expected a shardplug checkpoint at {path}, but it has no {MANIFEST}. It is "
+            f"{identify(path)}"
         )
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: {error}.") from error
+        raise CheckpointError(f"{path} is damaged: {MANIFEST} is no JSON: {error}.") from error
     if (
         not isinstance(manifest, dict)
         or manifest.get("format") != FORMAT
@@ -122,46 +184,24 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} has format version {manifest['version']}, this shardplug reads up to "
             f"{VERSION}: install a newer one."
         )
-    lacking = [
-        key
-        for key, kind in (
-            ("models", list),
-            ("optimizers", list),
-            ("world_size", int),
-            ("files", dict),
-        )
-        if not isinstance(manifest.get(key), kind)
-    ]
+    if manifest["version"] > 1 and manifest.pop(_OWN_SUM, None) != _own_sum(manifest):
+        raise CheckpointError(f"{path} is damaged: {MANIFEST} has other content than was written.")
+    lacking = [key for key, kind in _REQUIRED.items() if not isinstance(manifest.get(key), kind)]
     if lacking:
-        raise CheckpointError(f"{file} is damaged: it lacks {', '.join(lacking)}.")
-    _check_files(path, manifest["files"])
+        raise CheckpointError(f"{path} is damaged: {MANIFEST} lacks {', '.join(lacking)}.")
+    if manifest["version"] == 1:  # it had sizes only
+        manifest["files"] = {name: {"bytes": size} for name, size in manifest["files"].items()}
+        manifest["block_bytes"] = BLOCK_BYTES
     return manifest
 
 
-def _kind(path: Path) -> str:
-    names = sorted(entry.name for entry in path.iterdir())
-    if not names:
-        return "the folder is empty"
-    inside = ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")
-    if ".metadata" in names:
-        return (
-            "it is a plain torch.distributed.checkpoint folder, or a save that did not finish. "
-            f"It holds {inside}"
-        )
-    return f"it is another kind of folder. It holds {inside}"
+def verify(path: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Read files of a folder whole and compare them with the manifest.
 
-
-def _check_files(path: Path, sizes: Mapping[str, int]) -> None:
-    """Refuse a folder whose own files are not all there; other tools' files are theirs."""
-    for name, size in sizes.items():
-        ours = name in (".metadata", "meta.pt") or name.endswith(".distcp")
-        if not ours and not (name.startswith("rng_") and name.endswith(".pt")):
-            continue
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path} is damaged: {name} is missing.")
-        found = file.stat().st_size
-        if found != size:
-            raise CheckpointError(
-                f"{path} is damaged: {name} has {found} bytes, {size} were written."
-            )
+    Raises:
+        CheckpointError: Naming the first file that differs.
+    """
+    for name in names:
+        wrong = verify_file(path / name, manifest["files"][name], manifest["block_bytes"])
+        if wrong is not None:
+            raise CheckpointError(f"{path} is damaged: {name} {wrong}.")

@@ -115,7 +115,8 @@ def check_fits(
     if wrong:
         raise CheckpointError(
             "Expected tensors of the model's shapes and kinds, got " + "; ".join(wrong) + ". "
-            "Load into the model that was saved, or leave these names out of the checkpoint."
+            "Load into the model that was saved; or leave them as they are here, with strict=False "
+            "and a rename to a name that the model has not: rename={'head': 'unused.head'}."
         )
 
 

@@ -35,23 +35,38 @@ class Pairing:
     repeated: frozenset[str]
 
 
-def pair(aliases: Mapping[str, Collection[str]], saved: Collection[str]) -> Pairing:
+def pair(
+    aliases: Mapping[str, Collection[str]],
+    saved: Collection[str],
+    *,
+    given: Collection[str] = (),
+) -> Pairing:
     """Pair names, looking through a constant prefix that one side has in front of all names.
 
     Args:
         aliases: For each tensor here all its names; the key is one of them.
         saved: The checkpoint's names.
+        given: Those of them that the user chose. One that fits as it is is meant as it is, and
+            says nothing about a prefix of the others.
     """
     known = set(saved)
-    rename = _prefix_map({alias for names in aliases.values() for alias in names}, known)
+    own = {alias for names in aliases.values() for alias in names}
+    exact = own & set(given)
+    prefixed = _prefix_map(own - exact, known - exact)
+
+    def partner(alias: str) -> str | None:
+        theirs = alias if alias in exact else prefixed(alias)
+        return theirs if theirs in known and (alias in exact or theirs not in exact) else None
+
     pairs: dict[str, str] = {}
     for name, others in aliases.items():
         for alias in (name, *sorted(set(others) - {name})):
-            if rename(alias) in known:
-                pairs[name] = rename(alias)
+            theirs = partner(alias)
+            if theirs is not None:
+                pairs[name] = theirs
                 break
     partners = set(pairs.values())
-    every = {rename(alias) for names in aliases.values() for alias in names}
+    every = {partner(alias) for alias in own}
     return Pairing(
         saved=pairs,
         missing=tuple(name for name in aliases if name not in pairs),

@@ -121,7 +121,12 @@ def _refuse_what_has_no_name(
 
 
 def load_optimizer(
-    models: Any, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, copy: bool = True
+    models: Any,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    *,
+    copy: bool = True,
+    strict: bool = True,
 ) -> None:
     """Give an optimizer the state and group options in `state`.
 
@@ -134,6 +139,7 @@ def load_optimizer(
             be numbered (as in `torch.optim.Optimizer.state_dict()`) instead of named.
         copy: False lets the optimizer keep tensors of `state` that fit as they are, which saves
             memory when nobody else uses them.
+        strict: Refuse groups that the optimizer lacks; False leaves them out.
 
     Raises:
         CheckpointError: When groups or shapes do not match.
@@ -141,7 +147,7 @@ def load_optimizer(
     names = parameter_names(models)
     check_class(optimizer, state)
     state = _named(optimizer, names, state)
-    matched = match_groups(optimizer, names, state["param_groups"])
+    matched = match_groups(optimizer, names, state["param_groups"], strict=strict)
     saved = dict(state["state"])
     if type(optimizer).__module__.startswith("torch.optim"):
         _check_shapes(names, saved)

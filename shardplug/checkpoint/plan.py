@@ -41,7 +41,7 @@ class ModelPlan:
 
     def apart(self) -> ModelPlan:
         """Return the plan with new tensors, so that the model is not changed."""
-        return replace(self, targets={n: torch.empty_like(t) for n, t in self.targets.items()})
+        return replace(self, targets={n: _empty_like(t) for n, t in self.targets.items()})
 
     def by_saved_name(self) -> dict[str, torch.Tensor]:
         """Return the targets by the checkpoint's names."""
@@ -59,7 +59,7 @@ def plan_model(
     """
     saved = _saved_model(path, manifest, index)
     own, aliases = state_and_aliases(model, pack=False)
-    paired = pair(aliases, saved)
+    paired = pair(aliases, saved, given=_given(manifest, index))
     if strict and (paired.missing or paired.unexpected):
         raise CheckpointError(
             f"Expected {path} to hold the model's tensors. Missing in the checkpoint: "
@@ -104,6 +104,12 @@ def _saved_model(
     return models[index]
 
 
+def _given(manifest: Mapping[str, Any], index: int) -> Sequence[str]:
+    """Return the names of a model's tensors that the user chose; see `Renaming`."""
+    names: Sequence[Sequence[str]] = manifest.get("renamed", ())
+    return names[index] if index < len(names) else ()
+
+
 @dataclass(frozen=True)
 class OptimizerPlan:
     """Where one optimizer's state is read into.
@@ -146,6 +152,8 @@ def plan_optimizer(
     besides: Mapping[str, Any],
     models: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool = True,
 ) -> OptimizerPlan:
     """Pair an optimizer's parameters with those of the checkpoint.
 
@@ -155,6 +163,7 @@ def plan_optimizer(
         besides: What the checkpoint has for it besides tensors.
         models: The models that own the parameters.
         optimizer: The optimizer, or None for all parameters of the models.
+        strict: Refuse a checkpoint with groups that the optimizer lacks.
 
     Raises:
         CheckpointError: For groups or shapes that do not match.
@@ -170,7 +179,7 @@ def plan_optimizer(
     chosen = dict(names)
     if optimizer is not None:
         check_class(optimizer, besides)
-        match_groups(optimizer, names, groups)
+        match_groups(optimizer, names, groups, strict=strict)
         chosen = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
     targets: dict[str, dict[str, torch.Tensor]] = {}
     wrong: list[str] = []
@@ -211,7 +220,8 @@ def _saved_names(
     for index, model in enumerate(models[: len(manifest["models"])]):
         front = f"model{index}::" if index else ""
         own, aliases = state_and_aliases(model, pack=False)
-        paired: Pairing = pair(aliases, manifest["models"][index])
+        given = _given(manifest, index)
+        paired: Pairing = pair(aliases, manifest["models"][index], given=given)
         for name, theirs in paired.saved.items():
             for alias in aliases[name]:
                 found[front + alias] = front + theirs
@@ -234,7 +244,7 @@ def _empty(entry: Mapping[str, Any], parameter: nn.Parameter) -> torch.Tensor:
     if not isinstance(parameter, DTensor) or not shape:
         return torch.empty(shape, dtype=dtype)
     if shape == tuple(parameter.shape):
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+        return _empty_like(parameter, dtype)
     if "shard_dim" not in entry:
         return torch.empty(shape, dtype=dtype)
     # Statistics over rows or columns: not the parameter's shape, but sharded beside it.
@@ -243,3 +253,18 @@ def _empty(entry: Mapping[str, Any], parameter: nn.Parameter) -> torch.Tensor:
     placements = [*(Replicate() for _ in range(mesh.ndim - 1))]
     last = Replicate() if dim is None else Shard(dim)
     return dtensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=[*placements, last])
+
+
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, dtype=dtype)
+    # Not torch.empty_like: a DTensor's layout comes out of a cache there, and may be that of an
+    # equal mesh whose process groups are gone.
+    return DTensor.from_local(
+        torch.empty_like(tensor.to_local().detach(), dtype=dtype),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

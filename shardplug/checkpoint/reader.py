@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from shardplug.checkpoint import manifest as manifests
-from shardplug.checkpoint.collective import rank_and_size, together
+from shardplug.checkpoint.collective import from_rank_0, message_group, rank_and_size, together
+from shardplug.checkpoint.commit import MANIFEST, locate
 from shardplug.checkpoint.extra_state import decode, is_extra
 from shardplug.checkpoint.model_state import restore_extra_state
 from shardplug.checkpoint.names import listed
@@ -28,7 +28,9 @@ from shardplug.checkpoint.plan import (
     plan_optimizer,
     whole_targets,
 )
+from shardplug.checkpoint.renaming import Renaming
 from shardplug.checkpoint.rng import set_rng_state
+from shardplug.checkpoint.source import OwnFolder, open_source
 from shardplug.checkpoint.writer import PARAM_GROUPS
 from shardplug.errors import CheckpointError
 
@@ -39,7 +41,7 @@ _LOADING = "Loading"
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a complete checkpoint folder of shardplug."""
-    return (Path(path) / manifests.MANIFEST).is_file()
+    return (locate(path) / MANIFEST).is_file()
 
 
 class Reader:
@@ -48,14 +50,20 @@ class Reader:
     Tensors are read by the ranks that need them, each its own rows, whatever the layout at save.
     A constant prefix in front of all names (a LightningModule's "model.") is mapped away.
     Where a process group is up, making a Reader and reading from it is collective.
+    Every byte that is used is compared with the checksums in the manifest.
+
+    The weights of a plain torch.distributed.checkpoint folder, or of a Hugging Face folder of
+    safetensors, can be read too.
 
     Args:
         path: The folder; rank 0's counts where a process group is up.
         weights_only: Refuse objects other than plain types and tensors in `meta.pt`.
         alone: Read on this rank only, into plain models, whatever other ranks do.
+        rename: New names of parameters, buffers or whole modules, by those in the checkpoint.
 
     Raises:
-        CheckpointError: On every rank, when it is no checkpoint of a version that can be read.
+        CheckpointError: On every rank, when it is no checkpoint of a version that can be read, a
+            file is damaged, or `rename` names what is not there.
     """
 
     def __init__(
@@ -64,18 +72,32 @@ class Reader:
         *,
         weights_only: bool = True,
         alone: bool = False,
+        rename: Mapping[str, str] | None = None,
     ) -> None:
         self._alone = alone or rank_and_size()[1] == 1
-        box: list[Any] = [together(lambda: str(Path(path)), _LOADING, alone=self._alone)]
-        if not self._alone:
-            dist.broadcast_object_list(box, src=0)
-        self.path = Path(box[0])
-        self.manifest = together(lambda: manifests.read(self.path), _LOADING, alone=self._alone)
+        given = together(lambda: str(locate(path)), _LOADING, alone=self._alone)
+        self.path = Path(given if self._alone else from_rank_0(given))
+        self._source = together(lambda: open_source(self.path), _LOADING, alone=self._alone)
+        together(self._verify_small_files, _LOADING, alone=self._alone)
+        self._renaming, self.manifest = together(
+            lambda: Renaming.of(self.path, self._source.manifest, rename or {}),
+            _LOADING,
+            alone=self._alone,
+        )
         self._weights_only = weights_only
+
+    def _verify_small_files(self) -> None:
+        """Check all files but the tensors, which are checked as they are read."""
+        if isinstance(self._source, OwnFolder) and (self._alone or rank_and_size()[0] == 0):
+            files = self._source.manifest["files"]
+            names = [name for name in files if not name.endswith(".distcp")]
+            manifests.verify(self.path, self._source.manifest, names)
 
     @functools.cached_property
     def _file(self) -> dict[str, Any]:
         file = self.path / "meta.pt"
+        if not isinstance(self._source, OwnFolder):
+            return {PARAM_GROUPS: self._source.besides_tensors()}
         try:
             loaded: dict[str, Any] = (
                 load_plain(file)
@@ -120,7 +142,8 @@ class Reader:
         Args:
             models: An engine, a model or models, in the order they were saved.
             optimizers: Optimizers, in the order they were saved.
-            strict: Refuse missing and unexpected names; False loads what matches.
+            strict: Refuse missing and unexpected names, and parameter groups that an optimizer
+                lacks; False loads what matches.
 
         Returns:
             For each model the names that it has and the checkpoint lacks, and the other way
@@ -138,7 +161,7 @@ class Reader:
                     for index, model in enumerate(owners)
                 ],
                 [
-                    self._plan_optimizer(index, owners, optimizer)
+                    self._plan_optimizer(index, owners, optimizer, strict=strict)
                     for index, optimizer in enumerate(optimizers)
                 ],
             )
@@ -147,10 +170,16 @@ class Reader:
         self._warn_of_rest(len(owners), len(optimizers))
         tensors: dict[str, Any] = {}
         for index, found in enumerate(model_plans):
-            tensors[manifests.state_key(index)] = found.by_saved_name()
+            tensors |= self._model_keys(index, found.by_saved_name())
         for index, state in enumerate(optimizer_plans):
-            tensors[manifests.optimizer_key(index)] = {"state": state.by_saved_name()}
-        self._read(tensors)
+            tensors |= self._optimizer_keys(index, state.by_saved_name())
+        try:
+            self._read(tensors)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} The weights may be partly the checkpoint's now: load another one before "
+                "going on."
+            ) from error
         for model, found in zip(owners, model_plans, strict=True):
             restore_extra_state(
                 model,
@@ -158,7 +187,7 @@ class Reader:
             )
         for optimizer, state in zip(optimizers, optimizer_plans, strict=True):
             found_state = {**state.state(), "class": None}  # checked with the plan
-            load_optimizer(owners, optimizer, found_state, copy=False)
+            load_optimizer(owners, optimizer, found_state, copy=False, strict=strict)
             warn_left_out(optimizer, state.left_out)
         for found in model_plans:
             _warn_of_names(found)
@@ -185,7 +214,7 @@ class Reader:
             _LOADING,
             alone=self._alone,
         )
-        self._read({manifests.state_key(index): found.by_saved_name()})
+        self._read(self._model_keys(index, found.by_saved_name()))
         return dict(found.targets)
 
     def whole_state(self, index: int = 0) -> dict[str, Any]:
@@ -202,7 +231,7 @@ class Reader:
             CheckpointError: When there is no such model, or it cannot be read.
         """
         tensors = whole_targets(self.path, self.manifest, index)
-        self._read({manifests.state_key(index): tensors}, alone=True)
+        self._read(self._model_keys(index, tensors), alone=True)
         return {n: decode(n, value) if is_extra(n) else value for n, value in tensors.items()}
 
     def optimizer_state(
@@ -227,7 +256,7 @@ class Reader:
             _LOADING,
             alone=self._alone,
         )
-        self._read({manifests.optimizer_key(index): {"state": found.by_saved_name()}})
+        self._read(self._optimizer_keys(index, found.by_saved_name()))
         warn_left_out(optimizer, found.left_out)
         return found.state()
 
@@ -249,7 +278,12 @@ class Reader:
         return True
 
     def _plan_optimizer(
-        self, index: int, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+        self,
+        index: int,
+        models: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        strict: bool = True,
     ) -> OptimizerPlan:
         if index >= self.num_optimizers:
             raise CheckpointError(
@@ -257,8 +291,8 @@ class Reader:
                 f"{self.num_optimizers}: it was saved without, or with fewer. Load the weights "
                 "alone, or start from a full checkpoint."
             )
-        groups = self._file[PARAM_GROUPS][index]
-        return plan_optimizer(self.manifest, index, groups, models, optimizer)
+        groups = self._renaming.groups(self._file[PARAM_GROUPS][index])
+        return plan_optimizer(self.manifest, index, groups, models, optimizer, strict=strict)
 
     def _warn_of_rest(self, models: int, optimizers: int) -> None:
         rest = []
@@ -273,13 +307,34 @@ class Reader:
                 stacklevel=3,
             )
 
+    def _model_keys(self, index: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return tensors of a model by DCP's keys."""
+        return {
+            self._source.model_key(index, self._renaming.saved(index, name)): tensor
+            for name, tensor in tensors.items()
+        }
+
+    def _optimizer_keys(self, index: int, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return tensors of an optimizer's state by DCP's keys."""
+        return {
+            self._source.optimizer_key(index, self._renaming.saved_parameter(name), key): tensor
+            for name, tensors in state.items()
+            for key, tensor in tensors.items()
+        }
+
     def _read(self, tensors: Mapping[str, Any], alone: bool = False) -> None:
         alone = alone or self._alone
+        group = None if alone else message_group()
 
         def read() -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load_tensors(dict(tensors), checkpoint_id=self.path, no_dist=alone)
+                load_tensors(
+                    dict(tensors),
+                    storage_reader=self._source.storage_reader(),
+                    process_group=group,
+                    no_dist=alone,
+                )
 
         together(read, f"Reading {self.path}", alone=alone)
 

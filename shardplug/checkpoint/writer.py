@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import uuid
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from shardplug.checkpoint.agree import check_agreement, check_content, check_readable
-from shardplug.checkpoint.collective import rank_and_size, together
-from shardplug.checkpoint.manifest import (
-    MANIFEST,
-    describe,
-    file_sizes,
-    optimizer_key,
-    state_key,
+from shardplug.checkpoint.collective import (
+    from_rank_0,
+    gather,
+    message_group,
+    rank_and_size,
+    together,
 )
+from shardplug.checkpoint.commit import MANIFEST, Aside, new_id
+from shardplug.checkpoint.durable import BLOCK_BYTES, SummingFileSystem, file_checksums, sync
+from shardplug.checkpoint.manifest import describe, optimizer_key, state_key, to_json
 from shardplug.checkpoint.rng import rng_state
+from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory, SnapshotPlanner
+from shardplug.core import _torch
 from shardplug.errors import CheckpointError
 
-__all__ = ["PARAM_GROUPS", "write"]
+if TYPE_CHECKING:
+    from shardplug.checkpoint.background import Background
+
+__all__ = ["PARAM_GROUPS", "Draft", "write"]
 
 PARAM_GROUPS = "shardplug_param_groups"
 """Key in meta.pt for what the optimizers hold besides tensors."""
@@ -43,7 +48,9 @@ def write(
     optimizers: Sequence[Mapping[str, Any]],
     meta: Mapping[str, Any],
     run: Mapping[str, Any] | None = None,
+    modules: Sequence[nn.Module] = (),
     side_files: Callable[[Path], None] | None = None,
+    background: Background | None = None,
 ) -> None:
     """Write one checkpoint. Collective; all ranks succeed or all raise.
 
@@ -56,26 +63,202 @@ def write(
         optimizers: For each optimizer its state by name (see `state_of_optimizer`).
         meta: What else to keep, made of plain types and tensors; rank 0's counts.
         run: Facts about the run for the manifest, made of plain types (stage, framework, step).
+        modules: The models themselves, in the order of `models`: the dtypes they came in and
+            their Hugging Face configurations are kept for an export.
         side_files: Called on every rank with the folder being written, to add files to it.
+        background: Copy the tensors and return; it writes them while training goes on.
 
     Raises:
         CheckpointError: On every rank, naming the first rank that failed and why. What was at
-            `path` is still there then, and nothing else is left behind.
+            `path` is still there then, and nothing else is left behind. With `background` also
+            for a save before this one that failed.
     """
-    target, work = _agree_on_paths(path)
-    whole = {**meta, PARAM_GROUPS: [_besides_tensors(optimizer) for optimizer in optimizers]}
-    together(lambda: _check(optimizers, whole), _SAVING)
-    check_agreement(models, optimizers)
+    if background is not None:
+        background.prepare()
     run = {"world_size": rank_and_size()[1], **(run or {})}
-    try:
-        together(lambda: _prepare(target, work), _SAVING)
-        together(lambda: _write_tensors(work, models, optimizers), _SAVING)
-        together(lambda: _write_rest(work, whole, side_files), _SAVING)
-        together(lambda: _publish(target, work, models, optimizers, run), _SAVING)
-    except CheckpointError:
-        if rank_and_size()[0] == 0:
-            shutil.rmtree(work, ignore_errors=True)
-        raise
+    draft = Draft(*_agree_on_path(path), models, optimizers)
+    memory = None if background is None else background.memory
+    draft.begin(meta, run, modules, side_files, memory)
+    if background is None:
+        draft.finish()
+    else:
+        background.start(draft)
+
+
+def _agree_on_path(path: str | os.PathLike[str]) -> tuple[Path, str]:
+    def absolute() -> str:
+        target = Path(path).absolute()
+        if not target.name:
+            raise CheckpointError(f"Expected the path of a folder to make, got {target}.")
+        return str(target)
+
+    target, save_id = from_rank_0((together(absolute, _SAVING), new_id()))
+    return Path(target), save_id
+
+
+class Draft:
+    """A checkpoint that is being written.
+
+    Args:
+        target: Where it will be.
+        save_id: The same on every rank.
+        models: As in `write`.
+        optimizers: As in `write`.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        save_id: str,
+        models: Sequence[Mapping[str, torch.Tensor]],
+        optimizers: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._rank, self._size = rank_and_size()  # also when the process group is gone
+        self._snapshot: Snapshot | None = None
+        self._aside = Aside(target, save_id)
+        self._models = models
+        self._optimizers = optimizers
+        self._manifest: dict[str, Any] = {}
+        self._files: dict[str, dict[str, Any]] = {}
+
+    @property
+    def target(self) -> Path:
+        """Where the checkpoint will be."""
+        return self._aside.target
+
+    def begin(
+        self,
+        meta: Mapping[str, Any],
+        run: Mapping[str, Any],
+        modules: Sequence[nn.Module],
+        side_files: Callable[[Path], None] | None,
+        memory: SnapshotMemory | None,
+    ) -> None:
+        """Check everything, write all but the tensors, and copy those to `memory`. Collective.
+
+        Raises:
+            CheckpointError: On every rank, as `write`.
+        """
+        whole = {**meta, PARAM_GROUPS: [_besides_tensors(o) for o in self._optimizers]}
+
+        def check() -> None:
+            check_content(self._optimizers)
+            self._manifest = describe(self._models, self._optimizers, run, modules)
+            if self._rank == 0:
+                check_readable(whole)
+
+        together(check, _SAVING)
+        check_agreement(self._models, self._optimizers)
+        with self._discarding():
+            together(lambda: self._aside.open() if self._rank == 0 else None, _SAVING)
+            together(lambda: self._write_rest(whole, side_files), _SAVING)
+            if memory is not None:
+                self._snapshot = together(lambda: Snapshot(self._tensors(), memory), _SAVING)
+
+    def finish(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write the tensors and publish the folder. Collective.
+
+        Args:
+            group: The group to talk on, where it is not `message_group`'s.
+
+        Raises:
+            CheckpointError: On every rank, as `write`.
+        """
+        group = group or message_group()
+        with self._discarding():
+            together(lambda: self._write_tensors(group), _SAVING, group=group)
+            files = self._collect_files(group)
+            together(lambda: self._publish(files), _SAVING, group=group)
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._rank == 0:
+                self._aside.discard()
+            raise
+
+    def _write_rest(
+        self, meta: Mapping[str, Any], side_files: Callable[[Path], None] | None
+    ) -> None:
+        folder, rank = self._aside.folder, self._rank
+        before = set(folder.rglob("*"))
+        torch.save(rng_state(), folder / f"rng_{rank}.pt")
+        if rank == 0:
+            torch.save(dict(meta), folder / "meta.pt")
+        if side_files is not None:
+            side_files(folder)
+        for path in set(folder.rglob("*")) - before:
+            with suppress(FileNotFoundError):  # another rank's, which it has renamed meanwhile
+                sync(path)
+
+    def _tensors(self) -> dict[str, Any]:
+        """Return this rank's tensors as they are given to DCP."""
+        rank = self._rank
+
+        def mine(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+            # torch would spread whole tensors over the ranks; buffers may differ between them.
+            return {
+                key: value
+                for key, value in values.items()
+                if isinstance(value, DTensor) or (rank == 0 and isinstance(value, torch.Tensor))
+            }
+
+        tensors: dict[str, Any] = {state_key(i): mine(m) for i, m in enumerate(self._models)}
+        for index, optimizer in enumerate(self._optimizers):
+            tensors[optimizer_key(index)] = {
+                "state": {name: mine(values) for name, values in optimizer["state"].items()}
+            }
+        return tensors
+
+    def _write_tensors(self, group: dist.ProcessGroup | None) -> None:
+        writer = FileSystemWriter(self._aside.folder)
+        writer.fs = files = SummingFileSystem()
+        _torch.save_tensors(
+            self._tensors(),
+            storage_writer=writer,
+            planner=None if self._snapshot is None else SnapshotPlanner(self._snapshot),
+            process_group=group,
+            no_dist=self._size == 1,
+        )
+        # torch writes the metadata under another name and renames it.
+        self._files = {name.removesuffix(".tmp"): entry for name, entry in files.entries.items()}
+
+    def _collect_files(self, group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
+        """Return what every rank wrote. Collective."""
+        everyone = gather(self._files, _SAVING, group)
+        return {name: entry for files in everyone for name, entry in files.items()}
+
+    def _publish(self, files: Mapping[str, dict[str, Any]]) -> None:
+        if self._rank:
+            return
+        folder = self._aside.folder
+        listed: dict[str, dict[str, Any]] = {}
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                name = path.relative_to(folder).as_posix()
+                listed[name] = files.get(name) or file_checksums(path)
+                size = path.stat().st_size
+                if size != listed[name]["bytes"]:
+                    raise CheckpointError(
+                        f"Expected {path} to have the {listed[name]['bytes']} bytes that were "
+                        f"written, found {size}."
+                    )
+        missing = sorted(set(files) - set(listed))
+        if missing:
+            raise CheckpointError(
+                f"Expected {folder} to be one folder that every rank sees, but rank 0 does not "
+                f"find {missing[0]}. Save to a file system that all nodes share."
+            )
+        manifest = {**self._manifest, "block_bytes": BLOCK_BYTES, "files": listed}
+        draft = folder / f"{MANIFEST}.tmp"
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(to_json(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(folder / MANIFEST)
+        self._aside.publish()
 
 
 def _besides_tensors(optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,114 +270,3 @@ def _besides_tensors(optimizer: Mapping[str, Any]) -> dict[str, Any]:
             for name, values in optimizer["state"].items()
         },
     }
-
-
-def _check(optimizers: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> None:
-    check_content(optimizers)
-    if rank_and_size()[0] == 0:
-        check_readable(meta)
-
-
-def _agree_on_paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    def absolute() -> str:
-        target = Path(path).absolute()
-        if not target.name:
-            raise CheckpointError(f"Expected the path of a folder to make, got {target}.")
-        return str(target)
-
-    box: list[Any] = [together(absolute, _SAVING), uuid.uuid4().hex[:8]]
-    if rank_and_size()[1] > 1:
-        dist.broadcast_object_list(box, src=0)
-    target = Path(box[0])
-    return target, target.with_name(f".{target.name}.tmp-{box[1]}")
-
-
-def _prepare(target: Path, work: Path) -> None:
-    if rank_and_size()[0]:
-        return
-    if target.is_file():
-        raise CheckpointError(
-            f"Expected a new path or an older checkpoint of shardplug, but {target} is a file. "
-            "Choose another path, or remove it."
-        )
-    if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).is_file():
-        raise CheckpointError(
-            f"Expected a new path or an older checkpoint of shardplug, but {target} is a folder "
-            "with other things in it. Choose another path, or empty it."
-        )
-    work.mkdir(parents=True)
-
-
-def _write_tensors(
-    work: Path,
-    models: Sequence[Mapping[str, torch.Tensor]],
-    optimizers: Sequence[Mapping[str, Any]],
-) -> None:
-    rank, size = rank_and_size()
-
-    def mine(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        # torch would spread whole tensors over the ranks; buffers may differ between them.
-        return {
-            key: value
-            for key, value in values.items()
-            if isinstance(value, DTensor) or (rank == 0 and isinstance(value, torch.Tensor))
-        }
-
-    tensors: dict[str, Any] = {state_key(i): mine(model) for i, model in enumerate(models)}
-    for index, optimizer in enumerate(optimizers):
-        tensors[optimizer_key(index)] = {
-            "state": {name: mine(values) for name, values in optimizer["state"].items()}
-        }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save_tensors(tensors, checkpoint_id=work, no_dist=size == 1)
-
-
-def _write_rest(
-    work: Path, meta: Mapping[str, Any], side_files: Callable[[Path], None] | None
-) -> None:
-    rank = rank_and_size()[0]
-    torch.save(rng_state(), work / f"rng_{rank}.pt")
-    if rank == 0:
-        torch.save(dict(meta), work / "meta.pt")
-    if side_files is not None:
-        side_files(work)
-
-
-def _publish(
-    target: Path,
-    work: Path,
-    models: Sequence[Mapping[str, torch.Tensor]],
-    optimizers: Sequence[Mapping[str, Any]],
-    run: Mapping[str, Any],
-) -> None:
-    if rank_and_size()[0]:
-        return
-    manifest = {**describe(models, optimizers, run), "files": file_sizes(work)}
-    draft = work / f"{MANIFEST}.tmp"
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(work / MANIFEST)
-    if target.is_symlink():
-        target.unlink()
-    if not target.is_dir():
-        work.rename(target)
-        return
-    old = target.with_name(f".{target.name}.old-{work.name[-8:]}")
-    target.rename(old)
-    try:
-        work.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    try:
-        shutil.rmtree(old)
-    except OSError as error:
-        warnings.warn(
-            f"The new checkpoint is at {target}, but the one it replaced could not be removed "
-            f"from {old}: {error}.",
-            UserWarning,
-            stacklevel=2,
-        )

@@ -43,6 +43,7 @@ __all__ = [
     "reset_iteration",
     "reshard_all",
     "reshard_own",
+    "save_tensors",
     "set_collectives",
     "set_gather_ahead",
     "settle_root",
@@ -476,3 +477,17 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     read._shardplug_guard = True  # type: ignore[attr-defined]
     return read
+
+
+def save_tensors(tensors: dict[str, Any], **options: Any) -> None:
+    """Do what torch.distributed.checkpoint.save does, without its warning for one rank.
+
+    The warning could only be silenced for all threads, and saves run in threads.
+
+    Args:
+        tensors: Nested dictionaries of tensors.
+        options: storage_writer, planner, process_group and no_dist, as for save.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    _save_state_dict(tensors, **options)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardplug.core._torch import set_gather_ahead
 from shardplug.core.precision import Precision
+from shardplug.core.sources import waiting_in
 from shardplug.core.stage import Stage
 from shardplug.core.units import UnitPlan
 from shardplug.core.weights import Filler, check_same_model
@@ -69,9 +70,10 @@ def shard_model(
     prefetch: int,
 ) -> None:
     """Shard `model` in place. All ranks take part; peak memory is the shards plus one unit."""
-    check_same_model(model)
+    waiting = waiting_in(model)
+    check_same_model(model, waiting=waiting)
     _warn_low_masters(model, precision)
-    filler = Filler(model, device)
+    filler = Filler(model, device, waiting, whole=plan.replicated)
     done: set[nn.Module] = set()
     for unit in (*plan.modules, model):
         inside = [module for module in unit.modules() if module not in done]
@@ -89,6 +91,8 @@ def shard_model(
             mp_policy=precision.policy(cast_inputs=cast_inputs or unit is not model),
             ignored_params=ignored,
         )
+        filler.fill_shards()
+    filler.finish()
     for name in forward_methods:
         if not callable(getattr(model, name, None)):
             raise ModelError(f"Expected {type(model).__name__} to have a method {name!r}.")

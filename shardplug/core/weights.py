@@ -1,31 +1,32 @@
-"""Every rank starts from rank 0's weights and buffers; models built on meta are filled."""
+"""Every rank starts from the same weights and buffers; models built on meta are filled."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from shardplug.core.initial import initialise, own_tensors
+from shardplug.core.sources import StoredTensor, Waiting, forget_waiting, read_own_rows
 from shardplug.errors import ModelError
 
 __all__ = ["Filler", "check_same_model", "own_tensors"]
 
 
-def own_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield (module, name, tensor) for parameters and buffers registered on the modules."""
-    for module in modules:
-        for registry in (module._parameters, module._buffers):
-            for name, tensor in registry.items():
-                if tensor is not None:
-                    yield module, name, tensor
-
-
-def check_same_model(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def check_same_model(
+    model: nn.Module, group: dist.ProcessGroup | None = None, waiting: Waiting | None = None
+) -> None:
     """Refuse models whose structure differs between ranks.
+
+    Args:
+        model: The model, unsharded.
+        group: The ranks to compare.
+        waiting: What it has left to read.
 
     Raises:
         ModelError: On every rank, naming the first parameter or buffer that differs.
@@ -33,6 +34,7 @@ def check_same_model(model: nn.Module, group: dist.ProcessGroup | None = None) -
     rows = [
         f"{name}: shape {tuple(tensor.shape)}, {tensor.dtype}"
         + (", trainable" if tensor.requires_grad else "")
+        + (", read from files" if waiting is not None and tensor in waiting.tensors else "")
         for name, tensor in [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -58,21 +60,47 @@ def check_same_model(model: nn.Module, group: dist.ProcessGroup | None = None) -
 
 
 class Filler:
-    """Moves tensors to a device and makes them equal to rank 0's, module by module.
+    """Moves tensors to a device and gives them their values, module by module.
 
-    Tensors on meta are allocated and initialised the way the model initialises itself
-    (`_init_weights` of Hugging Face models, `reset_parameters` of torch modules), then rank 0's
-    values are sent. Tensors shared by several modules stay shared.
+    Tensors with values are made equal to rank 0's. Tensors on meta are allocated and initialised
+    the way the model initialises itself (`_init_weights` of Hugging Face models,
+    `reset_parameters` of torch modules), then rank 0's values are sent. Those that the model has
+    left to read are read, by each rank for itself: parameters that are to be sharded stay on meta
+    until they are, so that no rank ever holds more than its rows. Tensors shared by several
+    modules stay shared.
 
     Args:
         root: The whole model, searched for the Hugging Face model that owns a module.
         device: Where the tensors go.
+        waiting: What the model has left to read.
+        whole: Parameters that are not going to be sharded; None means all.
+        alone: Whether other ranks take no part: nothing is sent.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        device: torch.device,
+        waiting: Waiting,
+        *,
+        whole: Iterable[nn.Parameter] | None = None,
+        alone: bool = False,
+    ) -> None:
         self._root = root
         self._device = device
+        self._waiting = waiting
+        self._whole = None if whole is None else set(whole)
+        self._alone = alone
         self._made: dict[torch.Tensor, torch.Tensor] = {}
+        self._to_shard: list[tuple[nn.Module, str, StoredTensor]] = []
+        self._new_names: list[str] = []
+        self._failure: Exception | None = None
+        self._names: dict[nn.Module, str] = {}
+        self._saved_names: set[str] = set()
+        if waiting.together is not None:
+            self._names = {module: name for name, module in root.named_modules()}
+            self._saved_names = set(root.state_dict())
+            waiting.together(lambda: [check() for check in waiting.checks], "Loading the weights")
 
     def current(self, tensor: nn.Parameter) -> nn.Parameter:
         """Return the parameter that now stands where `tensor` stood."""
@@ -86,22 +114,105 @@ class Filler:
         Raises:
             ModelError: When a module on meta does not know how to initialise itself.
         """
-        new_tensors: list[torch.Tensor] = []
+        to_send: list[torch.Tensor] = []
         on_meta: dict[nn.Module, list[torch.Tensor]] = {}
         for module, name, tensor in list(own_tensors(modules)):
+            stored = self._waiting.tensors.get(tensor)
+            if stored is not None and self._is_sharded_later(tensor):
+                self._to_shard.append((module, name, stored))
+                continue
             made = self._made.get(tensor)
             if made is None:
                 made = self._made[tensor] = _on_device(tensor, self._device)
-                new_tensors.append(made)
-                if tensor.is_meta:
-                    on_meta.setdefault(module, []).append(made)
+                if stored is not None:
+                    self._read(made, stored)
+                else:
+                    to_send.append(made)
+                    if tensor.is_meta:
+                        on_meta.setdefault(module, []).append(made)
+                        self._note_new(module, name)
             if made is not tensor:
                 registry = module._parameters if name in module._parameters else module._buffers
                 registry[name] = made  # type: ignore[assignment]
-        _initialise(self._root, on_meta)
-        for tensor in new_tensors:
+        initialise(self._root, on_meta)
+        if self._alone:
+            return
+        for tensor in to_send:
             # As bytes: not every backend sends bool, complex or integer tensors.
             dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)
+
+    def fill_shards(self) -> None:
+        """Read this rank's rows of the parameters that were sharded since the last call."""
+        left = []
+        for module, name, stored in self._to_shard:
+            on_meta = module._parameters[name]
+            if not isinstance(on_meta, DTensor):
+                left.append((module, name, stored))  # shared with a unit still to be sharded
+                continue
+            made = self._made.get(on_meta)
+            if made is None:
+                shard = torch.empty_like(on_meta, device=self._device)
+                made = nn.Parameter(shard, requires_grad=on_meta.requires_grad)
+                self._made[on_meta] = made
+                self._read(made, stored)
+            assert isinstance(made, nn.Parameter)
+            module._parameters[name] = made
+        self._to_shard = left
+
+    def finish(self) -> None:
+        """Fail on every rank if one could not read, and say what was not in the files.
+
+        Raises:
+            CheckpointError: On every rank.
+        """
+        if self._waiting.together is None:
+            return
+        self._waiting.together(self._raise_failure, "Reading the weights")
+        assert not self._to_shard
+        forget_waiting(self._root)
+        first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        kind = type(self._root).__name__.removeprefix("FSDP")
+        for names, what in (
+            (self._new_names, f"Not in the files of {kind}, so newly initialised"),
+            (self._waiting.replaced, f"Not read from the files of {kind}, as they have values"),
+        ):
+            if names and first:
+                warnings.warn(f"{what}: {_some(names)}.{_hint(names)}", UserWarning, stacklevel=5)
+
+    def _is_sharded_later(self, tensor: torch.Tensor) -> bool:
+        return (
+            self._whole is not None
+            and isinstance(tensor, nn.Parameter)
+            and tensor not in self._whole
+        )
+
+    def _read(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
+        if self._failure is not None:  # the others wait for this rank's part in sharding
+            return
+        try:
+            read_own_rows(tensor, stored)
+        except Exception as error:  # raised on every rank, at the end
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _note_new(self, module: nn.Module, name: str) -> None:
+        prefix = self._names.get(module)
+        full = f"{prefix}.{name}" if prefix else name
+        if full in self._saved_names:
+            self._new_names.append(full)
+
+
+def _hint(names: list[str]) -> str:
+    if not any("lora_" in name for name in names):
+        return ""
+    return " A trained adapter is read by shardplug.hf.load_pretrained(model, its_folder)."
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (" and more" if len(names) > 6 else "")
 
 
 def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -118,66 +229,3 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         tensor.data = moved
         return tensor
     return moved
-
-
-def _initialise(root: nn.Module, on_meta: dict[nn.Module, list[torch.Tensor]]) -> None:
-    """Run each module's own initialisation; the same on every rank, then rank 0's is sent.
-
-    Args:
-        root: The whole model.
-        on_meta: Modules, with those of their tensors that were on meta.
-    """
-    if not on_meta:
-        return
-    names = {module: name for name, module in root.named_modules()}
-    owners = [m for m in root.modules() if hasattr(m, "_init_weights") and hasattr(m, "config")]
-    for module, new in on_meta.items():
-        owner = next((o for o in reversed(owners) if module in set(o.modules())), None)
-        filled = {id(tensor) for tensor in new}
-        real = [t for _, _, t in own_tensors([module]) if id(t) not in filled and not t.is_meta]
-        values = [tensor.detach().clone() for tensor in real]
-        steps: list[Callable[[], object]] = []
-        if owner is not None:
-            steps.append(functools.partial(getattr(owner, "_init_weights"), module))  # noqa: B009
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            steps.append(reset)
-        tries = range(1, len(steps) + 1)
-        done = any(_initialises(steps[:count], new) for count in tries)
-        with torch.no_grad():
-            for tensor, value in zip(real, values, strict=True):
-                tensor.copy_(value)
-        if not done:
-            raise ModelError(
-                f"{names[module] or 'The model'} ({type(module).__name__}) was built on meta and "
-                "has no way to initialise its own parameters and buffers. Give it a "
-                "reset_parameters() method that sets all of them, or build it on the CPU."
-            )
-
-
-def _initialises(steps: list[Callable[[], object]], tensors: list[torch.Tensor]) -> bool:
-    """Run an initialisation, and say whether it set every one of the tensors."""
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.fill_(_mark(tensor))
-        for step in steps:
-            step()
-        untouched = [t for t in tensors if bool((t != t).any()) or _is_marked(t)]
-        flags = [t for t in untouched if t.dtype == torch.bool]
-        if not flags or len(flags) < len(untouched):
-            return not untouched
-        for flag in flags:  # False may be what they were set to: try again from True
-            flag.fill_(True)
-        for step in steps:
-            step()
-        return not any(bool(flag.all()) for flag in flags)
-
-
-def _mark(tensor: torch.Tensor) -> float | int:
-    """A value that no initialisation sets: what keeps it was left out."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return float("nan")
-    return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max - 17
-
-
-def _is_marked(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and bool((tensor == _mark(tensor)).all())

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from shardplug.checkpoint import (
     Reader,
-    is_checkpoint,
     load_model,
     load_optimizer,
     state_of_model,
@@ -22,9 +21,9 @@ from shardplug.checkpoint import (
     together,
     write,
 )
-from shardplug.errors import CheckpointError, ConfigError
+from shardplug.errors import ConfigError
 from shardplug.fabric.entry import bare
-from shardplug.hosts import comm, meta
+from shardplug.hosts import comm, hyper_parameters, meta, opening
 from shardplug.hosts.buffers import share_buffers
 from shardplug.hosts.options import refuse_checkpoint_io
 from shardplug.hosts.paths import local_path
@@ -78,6 +77,8 @@ class SavesState(_Base):  # type: ignore[misc]
     ) -> None:
         """Write modules, optimizers and other objects into a folder. Collective.
 
+        With `async_save` it returns when the shards are copied.
+
         Args:
             path: The folder; rank 0's counts.
             state: Modules and optimizers that were set up, objects with a state_dict, and values.
@@ -86,7 +87,8 @@ class SavesState(_Base):  # type: ignore[misc]
 
         Raises:
             ConfigError: For storage options, or a path that is not local.
-            CheckpointError: On every rank, when a rank could not write.
+            CheckpointError: On every rank, when a rank could not write, or when the save before,
+                in the background, had failed.
         """
         if storage_options is not None:
             raise ConfigError(
@@ -116,6 +118,8 @@ class SavesState(_Base):  # type: ignore[misc]
             ],
             meta=together(lambda: meta.encode({**rest, _OWN: own}), "Saving"),
             run={**self.engine.describe_run(), "framework": "fabric", "step": rest.get("step")},
+            modules=list(modules.values()),
+            background=self._writer_of(target, in_background=True),
         )
 
     def load_checkpoint(
@@ -144,16 +148,10 @@ class SavesState(_Base):  # type: ignore[misc]
             ConfigError: When `state` is left out for a folder.
         """
         source = local_path(self.broadcast(os.fspath(path)))
-        found = "folder" if is_checkpoint(source) else "file" if source.is_file() else "nothing"
-        found = self.broadcast(found)
-        if found == "folder":
-            return self._load_folder(Reader(source), state, strict, weights_only)
-        if found == "file":
-            return self._load_file(source, state, strict, weights_only)
-        raise CheckpointError(
-            f"Expected a checkpoint folder written by shardplug, or a file, got {source}"
-            + (", a folder without a manifest." if source.is_dir() else ", which does not exist.")
-        )
+        with self._reading(source):
+            if self.broadcast(source.is_file()):
+                return self._load_file(source, state, strict, weights_only)
+            return self._load_folder(self._open(source), state, strict, weights_only)
 
     def _load_folder(
         self, reader: Reader, state: Any, strict: bool, weights_only: bool | None
@@ -164,7 +162,10 @@ class SavesState(_Base):  # type: ignore[misc]
                 "into the objects they belong to: pass fabric.load(path, {'model': model, ...})."
             )
         raw = dict(reader.meta)
-        own = raw.pop(_OWN, {})
+        own = dict(raw.pop(_OWN, {}))
+        hyper_parameters.put_back(raw, own.pop("hyper_parameters", None))
+        if "framework" not in reader.manifest:  # what engine.save was given as extra
+            raw.update(raw.pop("extra", {}))
         rest: dict[str, Any] = meta.decode(raw, unpickle=weights_only is False)
         single = not isinstance(state, dict)
         wanted = {"state": state} if single else state
@@ -199,7 +200,7 @@ class SavesState(_Base):  # type: ignore[misc]
         if not state:
             return loaded
         if isinstance(state, nn.Module):
-            load_model(bare(state), loaded, strict=strict)
+            load_model(bare(state), self._renamed(path, loaded), strict=strict)
             return {}
         if isinstance(state, Optimizer):
             load_optimizer(self.engine, state, loaded)
@@ -215,13 +216,16 @@ class SavesState(_Base):  # type: ignore[misc]
             if key not in loaded:
                 continue
             if isinstance(obj, nn.Module):
-                load_model(bare(obj), loaded.pop(key), strict=strict)
+                load_model(bare(obj), self._renamed(path, loaded.pop(key)), strict=strict)
                 special.add(key)
             elif isinstance(obj, Optimizer):
                 load_optimizer(self.engine, obj, loaded.pop(key))
                 special.add(key)
         _restore_others(state, loaded, special)
         return loaded
+
+    def _renamed(self, path: Path, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        return opening.renamed(path, tensors, self._rename) if self._rename else tensors
 
 
 def _restore_others(state: dict[str, Any], loaded: dict[str, Any], done: set[str]) -> None:

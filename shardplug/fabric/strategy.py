@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from shardplug.errors import ConfigError
 from shardplug.fabric.entry import Entry
 from shardplug.fabric.saving import SavesState
 from shardplug.hosts import attach, comm, namespace, precision
+from shardplug.hosts.checkpoints import KeepsCheckpoints
 from shardplug.hosts.options import config_of, preset_options
 from shardplug.hosts.world import World
 
@@ -27,7 +28,7 @@ else:
 __all__ = ["FabricStrategy", "from_preset", "strategy_class"]
 
 
-class FabricStrategy(SavesState, World, _Base):  # type: ignore[misc]
+class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignore[misc]
     """Shards the modules set up with Fabric over the data-parallel ranks (ZeRO stage 1, 2 or 3).
 
     Args:
@@ -42,6 +43,11 @@ class FabricStrategy(SavesState, World, _Base):  # type: ignore[misc]
         reduce_dtype: dtype that gradients are reduced in; left out, it follows too.
         activation_checkpointing: Recompute activations of the repeated blocks in the backward.
         prefetch: Units gathered ahead of their use.
+        async_save: `fabric.save` copies the shards into CPU memory and returns; they are written
+            while training goes on. A failure is raised on every rank by the optimizer step, save
+            or load that comes next. Call `fabric.strategy.wait_for_save()` at the end.
+        load_rename: New names of parameters, buffers or whole modules, by those in the checkpoint
+            that is loaded. A checkpoint that has an entry's new name already is taken as it is.
         process_group_backend: torch backend; left out, NCCL for CUDA and gloo for the CPU.
         timeout: How long a collective waits for a rank before it fails.
         **unknown: Refused.
@@ -63,6 +69,8 @@ class FabricStrategy(SavesState, World, _Base):  # type: ignore[misc]
         reduce_dtype: str | torch.dtype | None = None,
         activation_checkpointing: bool = False,
         prefetch: int = 1,
+        async_save: bool = False,
+        load_rename: Mapping[str, str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         **unknown: Any,
@@ -83,6 +91,7 @@ class FabricStrategy(SavesState, World, _Base):  # type: ignore[misc]
             }
         )
         self._join(config, process_group_backend, timeout)
+        self._keep_checkpoints(async_save, load_rename)
         super().__init__()
         self._backward_sync_control = _sync_control(self._namespace)(self)
 

@@ -17,11 +17,20 @@ import torch
 
 from shardplug.errors import CheckpointError
 
-__all__ = ["decode", "encode", "pickled_entries"]
+__all__ = ["decode", "encode", "is_plain", "pickled_entries"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 _PICKLED = "__shardplug_pickled__"
 _PATH = "__shardplug_path__"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a file that is read with `weights_only` can hold `value` as it is."""
+    if type(value) in (dict, OrderedDict):
+        return all(is_plain(entry) for entry in value.values())
+    if type(value) in (list, tuple, set):
+        return all(is_plain(entry) for entry in value)
+    return type(value) in _PLAIN or isinstance(value, torch.Tensor)
 
 
 def encode(value: Any, where: str = "checkpoint") -> Any:

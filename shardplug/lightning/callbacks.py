@@ -6,13 +6,27 @@ and subclasses, are covered.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from shardplug.errors import ConfigError
 
-__all__ = ["average_models", "refuse", "set_trainable", "trainable"]
+__all__ = [
+    "average_models",
+    "follow_saves",
+    "refuse",
+    "set_trainable",
+    "swap_back",
+    "trainable",
+    "unfollow",
+    "watch_swaps",
+]
+
+_SWAPPED = "_shardplug_swapped"
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
@@ -59,6 +73,59 @@ def refuse(trainer: Any, module: nn.Module) -> None:
                 "sharded already cannot be copied. Fit a newly built module, with ckpt_path to go "
                 "on from an earlier fit, or leave the callback out."
             )
+
+
+def follow_saves(
+    trainer: Any, is_being_saved: Callable[[Path], bool], link: Callable[[Path, Path], None]
+) -> None:
+    """Let ModelCheckpoint know of a save that is still being written.
+
+    Its link to the last checkpoint is made once that one is there, so that a run that is killed
+    before finds the one before; and a name that is being written counts as taken.
+
+    Args:
+        trainer: The Trainer.
+        is_being_saved: Whether a folder is being written.
+        link: Makes a link (first argument) to a folder, now or later.
+    """
+
+    def file_exists(of_class: Callable[..., bool], path: Any, trainer: Any) -> bool:
+        return is_being_saved(Path(path)) or of_class(path, trainer)
+
+    def make_link(trainer: Any, path: Any, link_path: Any) -> None:
+        link(Path(link_path), Path(path))
+        trainer.strategy.barrier()
+
+    for callback in trainer.callbacks:
+        if "ModelCheckpoint" in _kinds(callback):
+            callback.file_exists = functools.partial(file_exists, callback.file_exists)
+            callback._link_checkpoint = make_link
+
+
+def watch_swaps(trainer: Any) -> None:
+    """Keep count of whether WeightAveraging has the average in the module, for `swap_back`."""
+
+    def swap(callback: Any, of_class: Callable[[Any], None], module: Any) -> None:
+        of_class(module)
+        vars(callback)[_SWAPPED] = not vars(callback).get(_SWAPPED, False)
+
+    for callback in trainer.callbacks:
+        if "WeightAveraging" in _kinds(callback):
+            callback._swap_models = functools.partial(swap, callback, callback._swap_models)
+
+
+def swap_back(trainer: Any, module: nn.Module) -> None:
+    """Put the current weights back, where a validation that failed has left the average."""
+    for callback in trainer.callbacks:
+        if vars(callback).get(_SWAPPED):
+            callback._swap_models(module)
+
+
+def unfollow(trainer: Any) -> None:
+    """Give the callbacks their own methods back."""
+    for callback in trainer.callbacks:
+        for name in ("file_exists", "_link_checkpoint", "_swap_models", _SWAPPED):
+            vars(callback).pop(name, None)
 
 
 def average_models(trainer: Any) -> list[nn.Module]:

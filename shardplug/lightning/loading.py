@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from shardplug.checkpoint import Reader, is_checkpoint
-from shardplug.errors import CheckpointError
+from shardplug.checkpoint import Reader
+from shardplug.hosts import opening
 from shardplug.lightning import tensors
 from shardplug.lightning.restoring import read_meta
 from shardplug.lightning.saving import OWN_KEY
@@ -25,6 +26,7 @@ def load_from_checkpoint(
     path: str | os.PathLike[str],
     *,
     weights_only: bool | None = None,
+    load_rename: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> ModuleT:
     """Build an unsharded LightningModule from a checkpoint folder, or from an ordinary file.
@@ -35,6 +37,7 @@ def load_from_checkpoint(
     Args:
         cls: The LightningModule class.
         path: A folder that a zero strategy saved, or a Lightning checkpoint file.
+        load_rename: New names of parameters, buffers or whole modules, by those in the checkpoint.
         weights_only: False also unpickles hyper-parameters that are not plain values.
         **kwargs: Passed on: `map_location`, `strict`, and hyper-parameters to replace.
 
@@ -46,23 +49,17 @@ def load_from_checkpoint(
     """
     path = Path(path)
     build: Any = cls.load_from_checkpoint  # type: ignore[attr-defined]
-    if path.is_file():
+    if path.is_file() and not load_rename:
         loaded: ModuleT = build(path, weights_only=weights_only, **kwargs)
         return loaded
-    if not is_checkpoint(path):
-        raise CheckpointError(
-            f"Expected a checkpoint folder written by shardplug, or a Lightning checkpoint file, "
-            f"got {path}."
-        )
-    reader = Reader(path, alone=True)
-    checkpoint = read_meta(reader, weights_only)
-    state = reader.whole_state(0)
-    for name, first in checkpoint.pop(OWN_KEY, {}).get("tied", {}).items():
-        if first in state:
-            state.setdefault(name, state[first])
-    checkpoint = tensors.put_back(checkpoint, reader.whole_state)
-    checkpoint["state_dict"] = state
-    checkpoint.setdefault("pytorch-lightning_version", "2.0.0")
+    checkpoint: dict[str, Any]
+    if path.is_file():
+        checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
+    else:
+        with opening.naming_the_newest_whole(path):
+            checkpoint = _read_folder(path, weights_only)
+    if load_rename:
+        checkpoint["state_dict"] = opening.renamed(path, checkpoint["state_dict"], load_rename)
     # Lightning's own loader reads a file object; what is in it was vetted above.
     with tempfile.TemporaryFile() as file:
         torch.save(checkpoint, file)
@@ -70,3 +67,16 @@ def load_from_checkpoint(
         del checkpoint
         module: ModuleT = build(file, weights_only=False, **kwargs)
     return module
+
+
+def _read_folder(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    reader = Reader(path, alone=True)
+    checkpoint = read_meta(reader, weights_only)
+    state = reader.whole_state(0)
+    for name, first in checkpoint.pop(OWN_KEY).get("tied", {}).items():
+        if first in state:
+            state.setdefault(name, state[first])
+    checkpoint = dict(tensors.put_back(checkpoint, reader.whole_state))
+    checkpoint["state_dict"] = state
+    checkpoint.setdefault("pytorch-lightning_version", "2.0.0")
+    return checkpoint

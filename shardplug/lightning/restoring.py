@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from shardplug.checkpoint import Reader, is_checkpoint, load_model, load_optimizer
+from shardplug.checkpoint import Reader, load_model, load_optimizer
+from shardplug.checkpoint.manifest import FORMAT
 from shardplug.errors import CheckpointError, ConfigError
-from shardplug.hosts import meta
+from shardplug.hosts import hyper_parameters, meta, opening
 from shardplug.hosts.loader import resumable
 from shardplug.hosts.paths import local_path
 from shardplug.hosts.rng import replaying, rng_state, set_rng_state
@@ -34,13 +35,6 @@ else:
     _Base = object
 
 __all__ = ["Restores", "read_meta"]
-
-_HYPER_PARAMETERS = (
-    "hyper_parameters",
-    "hparams_type",
-    "datamodule_hyper_parameters",
-    "datamodule_hparams_type",
-)
 
 
 class Restores(_Base):  # type: ignore[misc]
@@ -73,22 +67,18 @@ class Restores(_Base):  # type: ignore[misc]
         if self.lightning_module is None:
             raise ConfigError("Expected a module to load the checkpoint for: call trainer.fit etc.")
         path = local_path(self.broadcast(os.fspath(checkpoint_path)))
-        found = "folder" if is_checkpoint(path) else "file" if path.is_file() else "nothing"
-        found = self.broadcast(found)
-        self.shard_module()
-        if found == "folder":
-            return self._load_folder(path, weights_only)
-        if found == "file":
-            return self._load_file(path, weights_only)
-        raise CheckpointError(
-            f"Expected a checkpoint folder written by shardplug, or a Lightning checkpoint file, "
-            f"got {path}, {_what_it_is(path)}."
-        )
+        with self._reading(path):
+            is_file = self.broadcast(path.is_file())
+            self.shard_module()
+            return self._load(path, is_file, weights_only)
+
+    def _load(self, path: Path, is_file: bool, weights_only: bool | None) -> Any:
+        return (self._load_file if is_file else self._load_folder)(path, weights_only)
 
     def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        names, reader = tensors.Names(module), Reader(path)
+        names, reader = tensors.Names(module), self._open(path)
         checkpoint = read_meta(reader, weights_only)
         own = checkpoint.pop(OWN_KEY, {})
 
@@ -121,6 +111,9 @@ class Restores(_Base):  # type: ignore[misc]
                 UserWarning,
                 stacklevel=2,
             )
+        if self._rename:
+            state = opening.renamed(path, checkpoint["state_dict"], self._rename)
+            checkpoint = {**checkpoint, "state_dict": state}
         return tensors.distribute(checkpoint, tensors.Names(self.lightning_module))
 
     def _plan_continuation(
@@ -144,11 +137,11 @@ class Restores(_Base):  # type: ignore[misc]
                 fit_loop = checkpoint["loops"]["fit_loop"]
                 fit_loop["state_dict"]["combined_loader"] = loaders[rank]["states"]
         if "loops" not in checkpoint:
-            self._adopt_step(checkpoint)
+            self._adopt_step(checkpoint, opening.steps_done(reader))
+            self._warn_of_fresh_start(reader, checkpoint)
 
-    def _adopt_step(self, checkpoint: dict[str, Any]) -> None:
+    def _adopt_step(self, checkpoint: dict[str, Any], step: int | None) -> None:
         """Take the step count over from a folder that another framework has written."""
-        step = checkpoint.get("step", checkpoint.get("extra", {}).get("step"))
         checkpoint.setdefault("lr_schedulers", [])
         if step is None:
             return
@@ -156,8 +149,19 @@ class Restores(_Base):  # type: ignore[misc]
         automatic = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
         manual = epoch_loop.manual_optimization.optim_step_progress.total
         for counter in (automatic, manual):
-            counter.ready = counter.completed = int(step)
-        epoch_loop._batches_that_stepped = int(step)
+            counter.ready = counter.completed = step
+        epoch_loop._batches_that_stepped = step
+
+    def _warn_of_fresh_start(self, reader: Reader, checkpoint: Mapping[str, Any]) -> None:
+        if reader.manifest["format"] != FORMAT and self.is_global_zero:
+            found = [f"{len(checkpoint['state_dict'])} tensors of the model"]
+            found += ["the optimizer's state"] if "optimizer_states" in checkpoint else []
+            warnings.warn(
+                f"{reader.path} was not saved by shardplug: loaded are {' and '.join(found)}. "
+                "Steps, epochs, schedulers, callbacks and the data begin anew.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def on_train_start(self) -> None:
         """Freeze what was frozen, where a finetuning callback is not asked in mid-epoch.
@@ -256,8 +260,10 @@ def read_meta(reader: Reader, weights_only: bool | None) -> dict[str, Any]:
         CheckpointError: For pickled objects that may not be unpickled, naming them.
     """
     checkpoint = dict(reader.meta)
+    own = checkpoint[OWN_KEY] = dict(checkpoint.get(OWN_KEY, {}))
+    hyper_parameters.put_back(checkpoint, own.pop("hyper_parameters", None))
     if weights_only is None:
-        for key in _HYPER_PARAMETERS:
+        for key in hyper_parameters.KEYS:
             left_out = meta.pickled_entries(checkpoint.get(key), key)
             if not left_out:
                 continue
@@ -273,14 +279,3 @@ def read_meta(reader: Reader, weights_only: bool | None) -> dict[str, Any]:
             )
     decoded: dict[str, Any] = meta.decode(checkpoint, unpickle=weights_only is False)
     return decoded
-
-
-def _what_it_is(path: Path) -> str:
-    if not path.is_dir():
-        return "which does not exist"
-    if (path / "meta.pt").is_file():
-        return (
-            "a folder that another sharded strategy wrote: make a file of it first, with "
-            "`python -m lightning.pytorch.utilities.consolidate_checkpoint`"
-        )
-    return "a folder without a manifest"

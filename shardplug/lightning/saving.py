@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,15 @@ import torch.distributed as dist
 
 from shardplug.checkpoint import state_of_model, state_of_optimizer, together, write
 from shardplug.errors import ConfigError
-from shardplug.hosts import comm, meta
+from shardplug.hosts import comm, hyper_parameters, meta
 from shardplug.hosts.buffers import share_buffers
 from shardplug.hosts.options import refuse_checkpoint_io
 from shardplug.hosts.paths import local_path
 from shardplug.lightning import callbacks, tensors
 
 if TYPE_CHECKING:
+    from shardplug.checkpoint.background import Background
+
     _Base: Any  # Lightning's ParallelStrategy
 else:
     _Base = object
@@ -36,6 +39,7 @@ class Saves(_Base):  # type: ignore[misc]
     """The part of the strategy that saves."""
 
     _meeting: comm.Meeting
+    _is_running: bool
 
     def real_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers, without the stand-in for a module that has none."""
@@ -70,6 +74,9 @@ class Saves(_Base):  # type: ignore[misc]
     ) -> None:
         """Write Lightning's checkpoint dictionary as a sharded folder. Collective.
 
+        With `async_save`, a save while `fit` runs returns when the shards are copied; one after it
+        is on disk when it returns, as no training goes on then.
+
         Args:
             checkpoint: What `trainer.save_checkpoint` collected.
             filepath: The folder; rank 0's counts.
@@ -77,7 +84,8 @@ class Saves(_Base):  # type: ignore[misc]
 
         Raises:
             ConfigError: For storage options, or a path that is not local.
-            CheckpointError: On every rank, when a rank could not write.
+            CheckpointError: On every rank, when a rank could not write, or when the save before,
+                in the background, had failed.
         """
         if storage_options is not None:
             raise ConfigError(
@@ -101,9 +109,16 @@ class Saves(_Base):  # type: ignore[misc]
             path,
             models=models,
             optimizers=optimizers,
-            meta=together(lambda: meta.encode(rest), "Saving"),
+            meta=together(lambda: _encoded(rest), "Saving"),
             run={**self.engine.describe_run(), "framework": "lightning", "step": rest["step"]},
+            modules=[self.lightning_module],
+            background=self._background_for(path),
         )
+
+    def _background_for(self, path: Path) -> Background | None:
+        fitting = self._is_running and self.lightning_module.trainer.state.fn == "fit"
+        writer: Background | None = self._writer_of(path, in_background=fitting)
+        return writer
 
     def _loader_states(self, checkpoint: dict[str, Any]) -> list[Any]:
         """Gather each rank's positions in its training data."""
@@ -118,6 +133,14 @@ class Saves(_Base):  # type: ignore[misc]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, {"states": own, "ahead": ahead * len(own)})
         return everyone
+
+
+def _encoded(rest: Mapping[str, Any]) -> dict[str, Any]:
+    checkpoint = dict(rest)
+    taken = hyper_parameters.take_out(checkpoint)
+    checkpoint[OWN_KEY] = {**checkpoint[OWN_KEY], "hyper_parameters": taken}
+    encoded: dict[str, Any] = meta.encode(checkpoint)
+    return encoded
 
 
 def combined_loader(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +23,7 @@ from shardplug.config import Tier
 from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError
 from shardplug.hosts import attach, batchnorm, comm, namespace, precision
+from shardplug.hosts.checkpoints import KeepsCheckpoints
 from shardplug.hosts.options import config_of, preset_options
 from shardplug.hosts.world import World
 from shardplug.lightning import callbacks
@@ -41,7 +42,7 @@ __all__ = ["TrainerStrategy", "from_preset", "strategy_class"]
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class TrainerStrategy(RunsSteps, Saves, Restores, World, _Base):  # type: ignore[misc]
+class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base):  # type: ignore[misc]
     """Shards a LightningModule over the data-parallel ranks (ZeRO stage 1, 2 or 3).
 
     Args:
@@ -56,6 +57,10 @@ class TrainerStrategy(RunsSteps, Saves, Restores, World, _Base):  # type: ignore
         reduce_dtype: dtype that gradients are reduced in; left out, it follows too.
         activation_checkpointing: Recompute activations of the repeated blocks in the backward.
         prefetch: Units gathered ahead of their use.
+        async_save: Copy the shards into CPU memory and train on while a checkpoint is written; one
+            that cannot be written ends the training. `fit` returns when the last is on disk.
+        load_rename: New names of parameters, buffers or whole modules, by those in the checkpoint
+            that is loaded. A checkpoint that has an entry's new name already is taken as it is.
         process_group_backend: torch backend; left out, NCCL for CUDA and gloo for the CPU.
         timeout: How long a collective waits for a rank before it fails.
         **unknown: Refused.
@@ -80,6 +85,8 @@ class TrainerStrategy(RunsSteps, Saves, Restores, World, _Base):  # type: ignore
         reduce_dtype: str | torch.dtype | None = None,
         activation_checkpointing: bool = False,
         prefetch: int = 1,
+        async_save: bool = False,
+        load_rename: Mapping[str, str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         **unknown: Any,
@@ -100,6 +107,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, World, _Base):  # type: ignore
             }
         )
         self._join(config, process_group_backend, timeout)
+        self._keep_checkpoints(async_save, load_rename)
         super().__init__()
 
     # ---------------------------------------------------------------- the world
@@ -113,7 +121,10 @@ class TrainerStrategy(RunsSteps, Saves, Restores, World, _Base):  # type: ignore
         super().setup_environment()
         self.set_world_ranks()
         self._connect()
-        callbacks.refuse(self.lightning_module.trainer, self.lightning_module)
+        trainer = self.lightning_module.trainer
+        callbacks.refuse(trainer, self.lightning_module)
+        callbacks.follow_saves(trainer, self._is_being_saved, self._link)
+        callbacks.watch_swaps(trainer)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; other objects are returned as they are."""
@@ -212,13 +223,19 @@ class TrainerStrategy(RunsSteps, Saves, Restores, World, _Base):  # type: ignore
 
     # ---------------------------------------------------------------- the end
 
+    def on_train_end(self) -> None:
+        """Wait for the last save."""
+        self.wait_for_save()
+
     def on_exception(self, exception: BaseException) -> None:
         """Bring the engine back to rest, so that the same module can be fitted again."""
         self.forget_rng()
         if self._engine is None:
             return
+        self._end_save_after(exception)
         try:
             self._engine.reset()
+            callbacks.swap_back(self.lightning_module.trainer, self.lightning_module)
         except RuntimeError as error:
             # The exception that brought us here is the one to be seen; this one follows from it.
             reason = str(error).partition("\n")[0]
@@ -234,6 +251,8 @@ class TrainerStrategy(RunsSteps, Saves, Restores, World, _Base):  # type: ignore
         """Leave the module sharded where it is; a later fit or test goes on with it."""
         self.forget_rng()
         self._is_running = False
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            callbacks.unfollow(self.lightning_module.trainer)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -25,6 +25,7 @@ _COLORS = {
     "optimizer_state": "#009E73",
     "gradients": "#E69F00",
     "gathered": "#56B4E9",
+    "snapshot": "#CC79A7",
     "other": "#BBBBBB",
 }
 _LABELS = {
@@ -32,6 +33,7 @@ _LABELS = {
     "gathered": "gathered parameters",
     "gradients": "gradients",
     "optimizer_state": "optimizer state",
+    "snapshot": "snapshot of a save",
     "other": "activations and other",
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

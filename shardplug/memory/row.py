@@ -7,9 +7,9 @@ from dataclasses import dataclass
 __all__ = ["BOOK_KINDS", "KINDS", "PHASES", "MemoryRow"]
 
 BOOK_KINDS = ("master_shards", "gathered", "gradients", "optimizer_state")
-"""Kinds of state that the engine keeps books of."""
+"""Kinds of model state that the engine keeps books of."""
 
-KINDS = (*BOOK_KINDS, "other")
+KINDS = (*BOOK_KINDS, "snapshot", "other")
 """Every kind; "other" is what is measured and not in the books: activations, buffers, caches."""
 
 PHASES = ("after_forward", "after_backward", "after_step")
@@ -40,6 +40,10 @@ class MemoryRow:
 
     optimizer_state_bytes: int
     """Optimizer state of this rank's rows."""
+
+    snapshot_bytes: int
+    """Copy of the shards that a save in the background writes. On a GPU 0: it is CPU memory there,
+    which is not what the row measures."""
 
     other_bytes: int
     """Measured, but in no book: activations, buffers, communication and allocator caches."""

@@ -115,6 +115,7 @@ def _as_json(row: MemoryRow) -> dict[str, int | str]:
 
 
 def _from_json(value: dict[str, int | str]) -> MemoryRow:
+    value = {"snapshot_bytes": 0, **value}  # files of earlier versions do not have it
     numbers = {name: int(value[name]) for name in _NUMBERS}
     return MemoryRow(
         step=int(value["step"]), phase=str(value["phase"]), rank=int(value["rank"]), **numbers

@@ -89,9 +89,9 @@ class MemoryTracker:
         if first_step < 0:
             raise ConfigError(f"Expected first_step >= 0, got {first_step!r}.")
         books = engine.memory()
-        if set(books) != set(BOOK_KINDS):
+        if set(books) != {*BOOK_KINDS, "snapshot"}:
             raise ConfigError(
-                f"Expected an engine with books of {', '.join(BOOK_KINDS)}, "
+                f"Expected an engine with books of {', '.join(BOOK_KINDS)} and snapshot, "
                 f"got {', '.join(sorted(books)) or 'none'}."
             )
         self.step = first_step
@@ -108,7 +108,7 @@ class MemoryTracker:
         self._seen_steps = 0
         self._window: dict[str, tuple[int, ...]] = {}
         self._closed = False
-        self._meter = make_meter(engine.device, sum(books.values()))
+        self._meter = make_meter(engine.device, sum(self._books()))
         engine.add_phase_listener(self._on_phase)
 
     def close(self) -> None:
@@ -135,20 +135,25 @@ class MemoryTracker:
             if logged:
                 self._finish_step()
 
-    def _record(self, phase: str) -> None:
+    def _books(self) -> tuple[int, ...]:
+        """Bytes of every kind in the books, as far as they are on the device that is measured."""
         books = self._engine.memory()
-        held = sum(books.values())
+        snapshot = books["snapshot"] if self._engine.device.type == "cpu" else 0
+        return (*(books[kind] for kind in BOOK_KINDS), snapshot)
+
+    def _record(self, phase: str) -> None:
+        books = self._books()
+        held = sum(books)
         seen = self._window.get(phase)
         reading = self._meter.read(held)
         other = max(0, reading.total - held)
         peak = max(reading.peak, held + other)
         if seen is not None:
             peak = max(peak, seen[-2])
-            if (held, held + other) <= (sum(seen[: len(BOOK_KINDS)]), sum(seen[: len(KINDS)])):
+            if (held, held + other) <= (sum(seen[: len(books)]), sum(seen[: len(KINDS)])):
                 self._window[phase] = (*seen[:-2], peak, seen[-1])
                 return
-        kinds = (books[kind] for kind in BOOK_KINDS)
-        self._window[phase] = (*kinds, other, peak, reading.held)
+        self._window[phase] = (*books, other, peak, reading.held)
 
     def _finish_step(self) -> None:
         engine, width = self._engine, len(_FIELDS)

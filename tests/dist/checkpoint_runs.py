@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
+from shardplug.errors import CheckpointError
 from tests.support.models import TinyLM, lm_loss, tokens
 
-GLOBAL_BATCH = 12  # divisible by 1, 2, 3 and 4
+GLOBAL_BATCH = 12  # rows of a step, over all ranks
 
 
 class Layout(NamedTuple):
@@ -44,13 +46,17 @@ class DropoutLM(TinyLM):
 
 
 def make_model(kind: str, seed: int) -> nn.Module:
-    """Build one of the models: plain, tied, frozen, groups, dropout, sgd, momentum, amsgrad."""
+    """Build one of the models: plain, odd, groups, dropout, sgd, momentum, amsgrad.
+
+    "odd" has all that is awkward at once: rows of 257, 7 and 5, a tied head, a frozen block, a
+    parameter without a dimension, two groups with options of their own.
+    """
     torch.manual_seed(seed)
-    model = DropoutLM() if kind == "dropout" else TinyLM(tied=kind == "tied")
-    if kind == "frozen":
-        model.embed.requires_grad_(False)
+    if kind == "odd":
+        model = TinyLM(width=7, hidden=5, tied=True)
         model.blocks[1].requires_grad_(False)
-    return model
+        return model
+    return DropoutLM() if kind == "dropout" else TinyLM()
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -62,7 +68,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, 0.1, momentum=0.9)
     if kind == "amsgrad":
         return torch.optim.AdamW(parameters, 1e-3, amsgrad=True, fused=True)
-    if kind == "groups":
+    if kind in ("groups", "odd"):
         matrices = [p for p in parameters if p.ndim > 1]
         others = [p for p in parameters if p.ndim <= 1]
         return torch.optim.AdamW(
@@ -87,9 +93,8 @@ def make_run(
 
 
 def batch_of(step: int, rank: int, world_size: int) -> torch.Tensor:
-    """Return this rank's part of a step's global batch."""
-    size = GLOBAL_BATCH // world_size
-    return tokens(step, 0, 0, batch=GLOBAL_BATCH)[rank * size : (rank + 1) * size]
+    """Return this rank's rows of a step's global batch; some ranks may have one row more."""
+    return tokens(step, 0, 0, batch=GLOBAL_BATCH).tensor_split(world_size)[rank]
 
 
 def train(run: Run, steps: Iterable[int]) -> list[float]:
@@ -99,11 +104,19 @@ def train(run: Run, steps: Iterable[int]) -> list[float]:
         with run.engine.micro_step():
             batch = batch_of(step, dist.get_rank(), dist.get_world_size())
             loss = lm_loss(run.model(batch), batch)
-            loss.backward()
+            # The engine averages over the ranks; each counts by its rows.
+            (loss * (len(batch) * dist.get_world_size() / GLOBAL_BATCH)).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@torch.no_grad()
+def average(of: nn.Module, into: nn.Module, decay: float) -> None:
+    """Move an average of weights one step; works alike on whole parameters and on shards."""
+    for kept, current in zip(into.parameters(), of.parameters(), strict=True):
+        kept.lerp_(current, 1 - decay)
 
 
 def whole(value: Any) -> Any:
@@ -113,8 +126,22 @@ def whole(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return every weight, buffer and optimizer state in full, by name; collective.
+def own_part(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """Cut out of a whole tensor what this rank holds of `like`; not with the code under test."""
+    if not isinstance(like, DTensor):
+        return value
+    mesh = like.device_mesh
+    parts = value.chunk(mesh.size(mesh.ndim - 1))
+    rank = mesh.get_coordinate()[-1]  # type: ignore[index]
+    return parts[rank] if rank < len(parts) else value[:0]
+
+
+def snapshot(
+    model: nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    read: Callable[[Any], Any] = whole,
+) -> dict[str, Any]:
+    """Return every weight, buffer and optimizer state by name; in full, which is collective.
 
     It reads models and optimizers directly, so it does not depend on the code under test.
     """
@@ -122,16 +149,16 @@ def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, 
     names = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name
-        found[f"weight {name}"] = whole(parameter)
+        found[f"weight {name}"] = read(parameter)
     for name, buffer in model.named_buffers():
-        found[f"buffer {name}"] = whole(buffer)
+        found[f"buffer {name}"] = read(buffer)
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    found[f"state {index} {names[parameter]} {key}"] = whole(value)
+                    found[f"state {index} {names[parameter]} {key}"] = read(value)
             found[f"options {index} {number}"] = {
-                key: whole(value) for key, value in group.items() if key != "params"
+                key: read(value) for key, value in group.items() if key != "params"
             }
     return found
 
@@ -153,12 +180,61 @@ def assert_equal(a: dict[str, Any], b: dict[str, Any], where: object = "") -> No
             assert value == b[key], (where, key, value, b[key])
 
 
+def assert_holds(
+    expected: dict[str, Any],
+    model: nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    close: float | None = None,
+    where: object = "",
+) -> None:
+    """Assert that this rank holds its part of a snapshot; no rank waits for another.
+
+    Args:
+        expected: Weights, states and options in full.
+        model: Whose parts are looked at.
+        *optimizers: Likewise.
+        close: Compare weights and first moments alone, with this tolerance; None compares
+            everything, bit for bit.
+        where: For the message.
+    """
+    found = snapshot(model, *optimizers, read=lambda value: value)
+    own = {key: own_part(v, found[key]) if key in found else v for key, v in expected.items()}
+    here = {key: v.to_local() if isinstance(v, DTensor) else v for key, v in found.items()}
+    if close is None:
+        assert_equal(own, here, where)
+    else:
+        assert_weights_close(own, here, close, where)
+
+
 def assert_weights_close(
     a: dict[str, Any], b: dict[str, Any], tolerance: float, where: object = ""
 ) -> None:
-    """Assert that the weights of two snapshots differ by at most `tolerance`."""
-    keys = [key for key in a if key.startswith("weight ")]
-    assert keys and keys == [key for key in b if key.startswith("weight ")], where
+    """Assert that weights and first moments of two snapshots differ by at most `tolerance`."""
+
+    def chosen(found: dict[str, Any]) -> list[str]:
+        return [key for key in found if key.startswith("weight ") or key.endswith(" exp_avg")]
+
+    keys = chosen(a)
+    assert any(key.startswith("weight ") for key in keys) and keys == chosen(b), where
     for key in keys:
-        difference = (a[key] - b[key]).abs().max().item()
+        assert a[key].shape == b[key].shape, (where, key)
+        difference = (a[key] - b[key]).abs().max().item() if a[key].numel() else 0.0
         assert difference <= tolerance, (where, key, difference)
+
+
+def sharded(model: nn.Module, stage: int = 3) -> Run:
+    """Shard a model and give it AdamW."""
+    engine = ZeroEngine(ZeroConfig(stage=stage))
+    engine.shard(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return Run(engine, model, engine.prepare_optimizer(torch.optim.AdamW(parameters, 1e-3)))
+
+
+def refused(run: Run, path: str, *parts: str, **options: Any) -> None:
+    """Loading raises on this rank with all `parts` in the message, and changes nothing."""
+    before = snapshot(run.model, run.optimizer)
+    with pytest.raises(CheckpointError) as error:
+        run.engine.load(path, optimizers=[run.optimizer], **options)
+    for part in parts:
+        assert part in str(error.value), (part, str(error.value))
+    assert_equal(before, snapshot(run.model, run.optimizer))

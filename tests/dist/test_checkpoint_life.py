@@ -47,10 +47,11 @@ class Parts(nn.Module):
 class Life:
     """The run of case H3, in phases that can be started anywhere."""
 
-    def __init__(self, stage: int, seed: int) -> None:
+    def __init__(self, stage: int, seed: int, *, frozen: str = "c") -> None:
         torch.manual_seed(seed + dist.get_rank())
         model = Parts()
-        model.c.requires_grad_(False)
+        for part in frozen.split():
+            getattr(model, part).requires_grad_(False)
         self.engine = ZeroEngine(ZeroConfig(stage=stage))
         self.model = self.engine.shard(model)
         groups = [
@@ -148,7 +149,8 @@ def _live(root: str) -> None:
 
 
 def _resume(root: str, phase: int, stage: int) -> dict[int, Any]:
-    life = Life(stage, seed=50)
+    # What was frozen when it was saved is frozen from the beginning here, and unfrozen later.
+    life = Life(stage, seed=50, frozen="a c" if phase == 3 else "c")
     if phase == 4:  # a group that was added during training is added before loading
         life.unfreeze_all()
     life.load(f"{root}/{phase}")

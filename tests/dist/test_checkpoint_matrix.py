@@ -1,147 +1,142 @@
-"""Saved at one stage and world size, loaded at any other."""
+"""Saved at one stage, world size and HSDP shape, loaded at any other.
+
+A sample of the pairs runs by default, all of them with `pytest -m matrix`.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import tests.support.pool
 from tests.dist.checkpoint_runs import (
     Layout,
-    assert_equal,
-    assert_weights_close,
+    assert_holds,
     make_run,
     snapshot,
     train,
 )
 from tests.support.pool import RankPool
 
-# What is saved: (kind of model and optimizer, layout). Every stage and world size appears.
-SAVED = [
-    ("plain", Layout(1, 1)),
-    ("plain", Layout(2, 2)),
-    ("plain", Layout(3, 3)),
-    ("plain", Layout(3, 4)),
-    ("tied", Layout(3, 2)),
-    ("tied", Layout(1, 3)),
-    ("frozen", Layout(2, 4)),
-    ("frozen", Layout(3, 1)),
-    ("groups", Layout(1, 2)),
-    ("groups", Layout(2, 3)),
-    ("groups", Layout(3, 4, 2)),
-    ("sgd", Layout(2, 2)),
-    ("momentum", Layout(1, 4)),
-    ("amsgrad", Layout(3, 2)),
-    ("dropout", Layout(1, 2)),
-    ("dropout", Layout(2, 3)),
-    ("dropout", Layout(3, 4)),
+Pair = tuple[Layout, Layout]
+
+LAYOUTS = [Layout(stage, world_size) for world_size in (1, 2, 3, 4) for stage in (1, 2, 3)]
+HSDP = [Layout(3, 4, 2), Layout(1, 4, 2), Layout(2, 4, 4)]
+WIDE = [Layout(world_size % 3 + 1, world_size) for world_size in (5, 6, 7, 8)]
+
+EVERY_PAIR = [(saved, loaded) for saved in LAYOUTS for loaded in LAYOUTS]
+SAMPLE = [pair for index, pair in enumerate(EVERY_PAIR) if (index + index // 12) % 5 == 0]
+WITH_REPLICAS: list[Pair] = [
+    (Layout(3, 4, 2), Layout(3, 4, 2)),
+    (Layout(3, 4, 2), Layout(2, 4)),  # 2 replicas -> 1
+    (Layout(2, 4), Layout(3, 4, 2)),  # 1 -> 2
+    (Layout(3, 4, 2), Layout(1, 3)),
+    (Layout(1, 1), Layout(3, 4, 2)),
+]
+EVERY_PAIR_WITH_REPLICAS: list[Pair] = [
+    pair
+    for replicated in HSDP
+    for other in [*LAYOUTS, *HSDP]
+    for pair in [(replicated, other), (other, replicated)]
+]
+WIDE_PAIRS: list[Pair] = [
+    pair
+    for wide in WIDE
+    for other in [Layout(1, 1), Layout(2, 3), Layout(3, 4), *WIDE]
+    for pair in [(wide, other), (other, wide)]
 ]
 
 
-def layouts_for(kind: str, saved: Layout) -> list[Layout]:
-    """The same layout, and every world size at another stage; HSDP where it fits."""
-    if kind == "dropout":  # random numbers are drawn per rank, so only the same layout compares
-        return [saved]
-    others = [Layout((saved.stage + world_size) % 3 + 1, world_size) for world_size in (1, 2, 3, 4)]
-    if kind in ("plain", "groups"):
-        others.append(Layout(saved.stage % 3 + 1, 4, 2))
-    return list(dict.fromkeys([saved, *others]))
+def test_the_sample_has_every_stage_world_size_and_direction() -> None:
+    assert len(EVERY_PAIR) == 144 and len(SAMPLE) == 29
+    assert {loaded for _, loaded in SAMPLE} == {saved for saved, _ in SAMPLE} == set(LAYOUTS)
+    assert len({(a.stage, b.stage) for a, b in SAMPLE}) == 9
+    assert len({(a.world_size, b.world_size) for a, b in SAMPLE}) == 16
 
 
-def _path(root: Path, kind: str, layout: Layout) -> str:
-    return str(root / f"{kind}-{'-'.join(map(str, layout))}")
+def _path(root: str, layout: Layout) -> str:
+    return f"{root}/{'-'.join(map(str, layout))}"
 
 
-def _save(jobs: list[tuple[str, Layout, str]]) -> None:
-    for kind, layout, path in jobs:
-        run = make_run(kind, layout.stage, layout.replicate_size)
+def _save(root: str, layouts: list[Layout]) -> None:
+    for layout in layouts:
+        path = _path(root, layout)
+        run = make_run("odd", layout.stage, layout.replicate_size)
         train(run, range(3))
         before = snapshot(run.model, run.optimizer)
         random = torch.get_rng_state()
-        run.engine.save(path, optimizers=[run.optimizer], extra={"step": 3, "kind": kind})
-        assert_equal(before, snapshot(run.model, run.optimizer), "saving changed the run")
+        run.engine.save(path, optimizers=[run.optimizer], extra={"step": 3})
+        assert_holds(before, run.model, run.optimizer, where="saving changed the run")
         assert torch.equal(random, torch.get_rng_state()), "saving drew random numbers"
         losses = train(run, range(3, 6))
         after = snapshot(run.model, run.optimizer)
         torch.save((before, after, losses), f"{path}.expected-{dist.get_rank()}")
 
 
-def _load(jobs: list[tuple[str, Layout, Layout, str]]) -> int:
-    compared = 0
-    for kind, origin, layout, path in jobs:
-        case = (kind, origin, layout)
-        rank = dist.get_rank() if layout == origin else 0
-        before, after, expected_losses = torch.load(f"{path}.expected-{rank}")
-        run = make_run(kind, layout.stage, layout.replicate_size, seed=77)
-        extra = run.engine.load(path, optimizers=[run.optimizer])
-        assert extra == {"step": 3, "kind": kind}
-        assert_equal(before, snapshot(run.model, run.optimizer), case)
-        losses = train(run, range(3, 6))
-        final = snapshot(run.model, run.optimizer)
-        assert_weights_close(after, final, 1e-6, case)
-        if layout == origin:
-            assert_equal(after, final, case)
-            assert losses == expected_losses, case
-        compared += 1
-    return compared
+def _load(root: str, pairs: list[Pair]) -> int:
+    for saved, layout in pairs:
+        path, rank = _path(root, saved), dist.get_rank() if layout == saved else 0
+        before, after, losses = torch.load(f"{path}.expected-{rank}")
+        run = make_run("odd", layout.stage, layout.replicate_size, seed=77)
+        assert run.engine.load(path, optimizers=[run.optimizer]) == {"step": 3}
+        assert_holds(before, run.model, run.optimizer, where=(saved, layout))
+        found = train(run, range(3, 6))
+        same = layout == saved
+        assert not same or found == losses, layout
+        assert_holds(
+            after, run.model, run.optimizer, close=None if same else 1e-6, where=(saved, layout)
+        )
+    return len(pairs)
 
 
-@pytest.fixture(scope="module")
-def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every checkpoint of SAVED, and what the uninterrupted runs came to."""
-    root = tmp_path_factory.mktemp("matrix")
-    for world_size in (1, 2, 3, 4):
-        jobs = [(k, o, _path(root, k, o)) for k, o in SAVED if o.world_size == world_size]
-        pool.run(_save, world_size, jobs)
-    return root
+def run_pairs(pool: RankPool, root: Path, pairs: list[Pair]) -> int:
+    """Save at every layout that the pairs have on the left, load at those on the right."""
+    savers: dict[int, list[Layout]] = defaultdict(list)
+    loaders: dict[int, list[Pair]] = defaultdict(list)
+    for saved, loaded in dict.fromkeys(pairs):
+        if saved not in savers[saved.world_size]:
+            savers[saved.world_size].append(saved)
+        loaders[loaded.world_size].append((saved, loaded))
+    for world_size, layouts in savers.items():
+        pool.run(_save, world_size, str(root), layouts, timeout=600.0)
+    return sum(
+        pool.run(_load, world_size, str(root), chosen, timeout=600.0)[0]
+        for world_size, chosen in loaders.items()
+    )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_stage_and_world_size_loads_every_other(
-    pool: RankPool, saved: Path, world_size: int
+def test_every_stage_and_world_size_loads_every_other(pool: RankPool, tmp_path: Path) -> None:
+    """Cases 25 and 27, on a sample."""
+    assert run_pairs(pool, tmp_path, SAMPLE) == 29
+
+
+def test_replicas_come_and_go(pool: RankPool, tmp_path: Path) -> None:
+    assert run_pairs(pool, tmp_path, WITH_REPLICAS) == 5
+
+
+@pytest.fixture
+def wide_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankPool]:
+    """Up to eight ranks of their own, gone after the test."""
+    monkeypatch.setattr(tests.support.pool, "MAX_RANKS", 8)
+    ranks = RankPool()
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("pairs", "count"),
+    [(EVERY_PAIR, 144), (EVERY_PAIR_WITH_REPLICAS, 81), (WIDE_PAIRS, 40)],
+    ids=["stages and world sizes", "replicas", "5 to 8 ranks"],
+)
+def test_the_whole_matrix(
+    wide_pool: RankPool, tmp_path: Path, pairs: list[Pair], count: int
 ) -> None:
-    jobs = [
-        (kind, origin, layout, _path(saved, kind, origin))
-        for kind, origin in SAVED
-        for layout in layouts_for(kind, origin)
-        if layout.world_size == world_size
-    ]
-    assert len(jobs) >= 9
-    assert pool.run(_load, world_size, jobs) == [len(jobs)] * world_size
-
-
-def _moments_are_fp32(path: str) -> None:
-    run = make_run("plain", 3, param_dtype=torch.bfloat16)
-    train(run, range(3))
-    saved = snapshot(run.model, run.optimizer)
-    for key, value in saved.items():
-        if key.startswith("weight") or key.endswith(("exp_avg", "exp_avg_sq", "step")):
-            assert value.dtype == torch.float32, key
-    assert any(
-        not torch.equal(value, value.bfloat16().float())
-        for key, value in saved.items()
-        if key.startswith("weight")
-    ), "the master weights have no more than bf16"
-    run.engine.save(path, optimizers=[run.optimizer])
-    losses = train(run, range(3, 6))
-    expected = snapshot(run.model, run.optimizer)
-    again = make_run("plain", 3, seed=31, param_dtype=torch.bfloat16)
-    again.engine.load(path, optimizers=[again.optimizer])
-    assert_equal(saved, snapshot(again.model, again.optimizer))
-    assert train(again, range(3, 6)) == losses
-    assert_equal(expected, snapshot(again.model, again.optimizer))
-    if dist.get_rank() == 0:
-        from torch.distributed.checkpoint import FileSystemReader
-
-        stored = FileSystemReader(path).read_metadata().state_dict_metadata
-        assert len(stored) > 40
-        assert {entry.properties.dtype for entry in stored.values()} == {torch.float32}
-
-
-def test_bf16_compute_keeps_fp32_masters_and_moments_in_the_checkpoint(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    """Case 12."""
-    pool.run(_moments_are_fp32, 2, str(tmp_path / "bf16"))
+    assert run_pairs(wide_pool, tmp_path, pairs) == count

@@ -1,4 +1,4 @@
-"""What is loaded into what: strictness, prefixes, ties, several models, extra state."""
+"""What is loaded into what: prefixes, ties, several models, extra state."""
 
 from __future__ import annotations
 
@@ -22,103 +22,16 @@ from shardplug.checkpoint import (
     write,
 )
 from shardplug.errors import CheckpointError
-from tests.dist.checkpoint_runs import Run, assert_equal, make_run, snapshot, tensors_of, train
+from tests.dist.checkpoint_runs import (
+    assert_equal,
+    make_run,
+    refused,
+    sharded,
+    snapshot,
+    train,
+)
 from tests.support.models import TinyLM
 from tests.support.pool import RankPool
-
-
-def sharded(model: nn.Module, stage: int = 3) -> Run:
-    """Shard a model and give it AdamW."""
-    engine = ZeroEngine(ZeroConfig(stage=stage))
-    engine.shard(model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return Run(engine, model, engine.prepare_optimizer(torch.optim.AdamW(parameters, 1e-3)))
-
-
-def refused(run: Run, path: str, *parts: str, **options: Any) -> None:
-    """Loading raises on this rank with all `parts` in the message, and changes nothing."""
-    before = snapshot(run.model, run.optimizer)
-    with pytest.raises(CheckpointError) as error:
-        run.engine.load(path, optimizers=[run.optimizer], **options)
-    for part in parts:
-        assert part in str(error.value), (part, str(error.value))
-    assert_equal(before, snapshot(run.model, run.optimizer))
-
-
-class WithHead(TinyLM):
-    """A module more than TinyLM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Linear(18, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: (b, s) -> logits (b, s, VOCAB)."""
-        return super().forward(ids) + 0 * self.value.weight.sum()
-
-
-def _strictness(root: str) -> None:
-    """Case 31."""
-    run = make_run("plain", 2)
-    train(run, range(2))
-    saved = snapshot(run.model, run.optimizer)
-    run.engine.save(f"{root}/plain", optimizers=[run.optimizer])
-
-    more = sharded(WithHead())
-    refused(
-        more, f"{root}/plain", "Missing in the checkpoint: value.weight, value.bias",
-        "Not in the model: none", "strict=False",
-    )  # fmt: skip
-    own_head = snapshot(more.model)["weight value.weight"]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        more.engine.load(f"{root}/plain", optimizers=[more.optimizer], strict=False)
-    texts = [str(warning.message) for warning in said if "strict" in str(warning.message)]
-    assert len(texts) == (1 if dist.get_rank() == 0 else 0)
-    assert all("value.weight, value.bias" in text for text in texts)
-    found = snapshot(more.model, more.optimizer)
-    assert torch.equal(found["weight value.weight"], own_head)
-    assert_equal(tensors_of(saved), {k: found[k] for k in tensors_of(saved)})
-    assert Reader(f"{root}/plain").load(more.model, strict=False) == [
-        (["value.weight", "value.bias"], [])
-    ]
-
-    fewer = TinyLM()
-    del fewer.blocks[2]
-    fewer_run = sharded(fewer)
-    refused(
-        fewer_run, f"{root}/plain", "Missing in the checkpoint: none",
-        "Not in the model: blocks.2.norm.weight", "blocks.2.down.weight",
-    )  # fmt: skip
-    fewer_run.engine.load(f"{root}/plain", optimizers=[fewer_run.optimizer], strict=False)
-    found = tensors_of(snapshot(fewer_run.model, fewer_run.optimizer))
-    assert len(found) > 20
-    assert_equal(found, {k: saved[k] for k in found})
-
-    both = WithHead()
-    del both.blocks[0]
-    refused(sharded(both), f"{root}/plain", "value.bias", "blocks.2.up.bias")
-
-    wide = sharded(TinyLM(hidden=39))
-    for strict in (True, False):
-        refused(
-            wide, f"{root}/plain", "blocks.0.up.weight: (37, 18) in the checkpoint, (39, 18) here",
-            "blocks.2.down.weight", strict=strict,
-        )  # fmt: skip
-    whole = TinyLM(hidden=39).state_dict()
-    with pytest.raises(CheckpointError, match=r"blocks.0.up.weight: \(39, 18\)"):
-        load_model(run.model, whole, strict=False)
-
-    other = sharded(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)))
-    refused(other, f"{root}/plain", "no name is the same", "0.weight", strict=False)
-
-    for bad, text in (("extra", "Not in the model: extra"), ("norm.bias", "Missing in the")):
-        state = {**TinyLM().state_dict(), "extra": torch.zeros(2)}
-        state = state if bad == "extra" else {k: v for k, v in state.items() if k != bad}
-        with pytest.raises(CheckpointError, match=text):
-            load_model(run.model, state)
-    missing, unexpected = load_model(run.model, state, strict=False)
-    assert (missing, unexpected) == (["norm.bias"], ["extra"])
 
 
 class Wrapper(nn.Module):
@@ -373,9 +286,9 @@ def _no_second_copy(root: str) -> None:
         run.engine.load(f"{root}/c", optimizers=[run.optimizer])
     finally:
         module.load_tensors = original
-    assert len(reads) == 1 and reads[0].keys() == {"state_dict", "optimizer_0"}
+    assert len(reads) == 1 and len(reads[0]) > 60
     assert [p.data_ptr() for p in map(_local, run.model.parameters())] == pointers
-    read = reads[0]["optimizer_0"]["state"]["blocks.1.up.weight"]["exp_avg"]
+    read = reads[0]["optimizer_0.state.blocks.1.up.weight.exp_avg"]
     kept = run.optimizer.state[run.model.blocks[1].up.weight]["exp_avg"]
     assert _local(read).data_ptr() == _local(kept).data_ptr()
     # What adapters read apart shares nothing with the model.
@@ -389,10 +302,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_loading_makes_no_second_copy(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_no_second_copy, 2, str(tmp_path))
-
-
-def test_strict_true_and_false(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(_strictness, 2, str(tmp_path))
 
 
 def test_prefixes_and_ties(pool: RankPool, tmp_path: Path) -> None:

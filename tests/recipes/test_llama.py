@@ -9,6 +9,8 @@ import pytest
 import torch
 from text import RecipeError
 
+import shardplug.hf
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -50,8 +52,19 @@ def test_local_folder_is_loaded_with_its_tokenizer(tokenizer, tmp_path):
     loaded_tokenizer = llama.load_tokenizer(source)
     loaded = llama.load_model(source, loaded_tokenizer, seed=0, dropout=0.5)
     assert loaded_tokenizer.encode("json.dumps") == tokenizer.encode("json.dumps")
+    assert loaded.training
+    assert all(p.is_meta for p in loaded.parameters())  # read when it is sharded, or here:
+    shardplug.hf.load_pretrained(loaded)
     assert all(a.equal(b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
     assert loaded.config.attention_dropout == 0.5
+
+
+def test_folder_without_safetensors_says_what_to_do(tokenizer, tmp_path):
+    model = llama.load_model(llama.find("tiny"), tokenizer, seed=5)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(shardplug.CheckpointError, match="Convert it to safetensors with"):
+        llama.load_model(llama.find(str(tmp_path)), tokenizer, seed=0)
 
 
 def test_sample_is_text_of_the_model_and_leaves_it_in_its_mode(tokenizer):

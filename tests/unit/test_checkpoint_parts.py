@@ -22,7 +22,9 @@ from shardplug.checkpoint import (
     state_of_optimizer,
     write,
 )
+from shardplug.checkpoint import manifest as manifests
 from shardplug.checkpoint.collective import rank_and_size, together
+from shardplug.checkpoint.durable import file_checksums
 from shardplug.checkpoint.extra_state import decode, encode
 from shardplug.checkpoint.names import clean_name, listed, pair
 from shardplug.checkpoint.plain import culprit, load_plain
@@ -168,7 +170,8 @@ def test_one_process_without_a_group_writes_and_reads(tmp_path: Path) -> None:
     assert is_checkpoint(tmp_path / "c") and is_checkpoint(str(tmp_path / "c"))
     reader = Reader(tmp_path / "c")
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
-    assert reader.manifest == manifest
+    assert manifest.pop("manifest_crc32") > 0
+    assert reader.manifest == manifest and manifest["version"] == 2
     assert manifest["models"] == [
         {
             "weight": {"shape": [2, 3], "dtype": "float32"},
@@ -178,7 +181,8 @@ def test_one_process_without_a_group_writes_and_reads(tmp_path: Path) -> None:
     assert manifest["framework"] == "none" and manifest["world_size"] == 1
     files = {p.name: p.stat().st_size for p in (tmp_path / "c").iterdir()}
     del files["manifest.json"]
-    assert manifest["files"] == files and len(files) == 4
+    assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == files
+    assert all(len(entry["crc32"]) == 1 for entry in manifest["files"].values()) and len(files) == 4
     assert (reader.num_models, reader.num_optimizers) == (1, 1)
     assert reader.meta == {"step": 4} and reader.meta is reader.meta
     target = nn.Linear(3, 2)
@@ -215,16 +219,42 @@ def test_meta_is_read_once_and_without_running_code(
 
     file = tmp_path / "c" / "meta.pt"
     torch.save({"step": 4, "trap": Trap()}, file)
-    path = tmp_path / "c" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["files"]["meta.pt"] = file.stat().st_size
-    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="damaged: meta.pt"):
+        Reader(tmp_path / "c")
+    manifest = manifests.parse(tmp_path / "c")
+    manifest["files"]["meta.pt"] = file_checksums(file)
+    (tmp_path / "c" / "manifest.json").write_text(manifests.to_json(manifest))
     trapped = Reader(tmp_path / "c")
     with pytest.raises(CheckpointError, match="meta.pt is damaged, or holds objects that run code"):
         _ = trapped.meta
     target = nn.Linear(3, 2)
     assert trapped.load(target) == [([], [])]  # the tensors do not need it
     assert torch.equal(target.weight, model.weight)
+
+
+def test_schedules_and_the_scaler_can_be_kept_as_extra(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    kinds = torch.optim.lr_scheduler
+    short = [kinds.LinearLR(optimizer, total_iters=2), kinds.CosineAnnealingLR(optimizer, 5)]
+    schedules = {
+        "lambda": kinds.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "cosine": kinds.CosineAnnealingLR(optimizer, 9),
+        "cycle": kinds.OneCycleLR(optimizer, 0.1, total_steps=9),
+        "plateau": kinds.ReduceLROnPlateau(optimizer),
+        "sequence": kinds.SequentialLR(optimizer, short, milestones=[2]),
+    }
+    optimizer.step()
+    for name, schedule in schedules.items():
+        schedule.step(*([1.0] if name == "plateau" else []))
+    extra: dict[str, Any] = {name: schedule.state_dict() for name, schedule in schedules.items()}
+    extra["scaler"] = torch.amp.GradScaler("cpu").state_dict()
+    write(tmp_path / "c", models=[state_of_model(model)], optimizers=[], meta={"extra": extra})
+    read = Reader(tmp_path / "c").meta["extra"]
+    assert read == extra and read["scaler"]["scale"] > 1
+    for name, schedule in schedules.items():
+        schedule.load_state_dict(read[name])
+        assert schedule.last_epoch == 1
 
 
 def test_write_refuses_before_it_makes_anything(tmp_path: Path) -> None:

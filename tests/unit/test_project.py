@@ -28,10 +28,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FRAMEWORKS = (
     "accelerate",
     "datasets",
+    "huggingface_hub",
     "lightning",
     "lightning_fabric",
     "matplotlib",
+    "peft",
     "pytorch_lightning",
+    "safetensors",
     "transformers",
     "wandb",
 )
@@ -372,13 +375,15 @@ _LAYERS = {  # part of the package -> parts it may import, besides itself
     "optim": {"core", "config", "errors"},
     "engine": {"core", "optim", "checkpoint", "memory", "config", "errors"},
     "hosts": {"engine", "core", "checkpoint", "memory", "config", "errors"},
+    "cli": {"engine", "core", "checkpoint", "memory", "config", "errors", "__version__"},
+    "__main__": {"cli"},
 }
 _ADAPTERS = {"lightning", "fabric", "accelerate", "hf", "run"}
 _MAY_USE = {  # the frameworks that an adapter is about
     "lightning": {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"},
     "fabric": {"lightning", "lightning_fabric", "pytorch_lightning"},
     "accelerate": {"accelerate", "transformers"},
-    "hf": {"transformers", "accelerate"},
+    "hf": {"transformers", "accelerate", "huggingface_hub"},
     "run": {"accelerate", "transformers"},
     "memory": {"matplotlib", "wandb"},  # drawn and logged with, imported on use
 }

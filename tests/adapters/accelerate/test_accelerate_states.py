@@ -416,7 +416,7 @@ def automatic_names(root: str) -> list[str]:
     with pytest.raises(ConfigError, match="Expected a new folder"):
         acc.save_state()
     acc.load_state()
-    assert acc.save_iteration == 4
+    assert acc.save_iteration == 10, "behind whatever is there"
     state = acc.get_state_dict(net)
     assert not acc.is_main_process or set(state["bias"].tolist()) == {3.0}
     return sorted(p.name for p in (Path(root) / "checkpoints").iterdir())
@@ -434,8 +434,11 @@ def wrong_folders(root: str) -> None:
     with pytest.raises(CheckpointError, match="found nothing"):
         acc.load_state(f"{root}/missing")
     stock = Path(root) / "stock"
-    (stock / "pytorch_model_fsdp_0").mkdir(parents=True, exist_ok=True)
-    with pytest.raises(CheckpointError, match="plain Accelerate"):
+    if acc.is_main_process:
+        stock.mkdir()
+        (stock / "pytorch_model_fsdp.bin").touch()
+    acc.wait_for_everyone()
+    with pytest.raises(CheckpointError, match="Accelerate FSDP checkpoint with full state dicts"):
         acc.load_state(stock)
     with pytest.raises(ConfigError, match=r"save_state\(output_dir\)"):
         acc.save_state()

@@ -19,6 +19,7 @@ class FakeEngine:
         self.world_size = world_size
         self.config = SimpleNamespace(stage=3)
         self.books = {"master_shards": 10, "gathered": 0, "gradients": 0, "optimizer_state": 0}
+        self.books["snapshot"] = 0
         self.listeners: list[Callable[[str], None]] = []
 
     def memory(self) -> dict[str, int]:
@@ -71,6 +72,7 @@ def make_rows(step: int, num_ranks: int = 2, unit_bytes: int = 2**20) -> list[Me
                     gathered_bytes=base + 1,
                     gradients_bytes=base + 2,
                     optimizer_state_bytes=base + 3,
+                    snapshot_bytes=0,
                     other_bytes=base + 4,
                     peak_bytes=6 * base,
                     held_bytes=7 * base,

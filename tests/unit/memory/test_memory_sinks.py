@@ -39,7 +39,7 @@ def test_total_is_the_sum_of_the_kinds() -> None:
     row = make_rows(1)[0]
     base = row.master_shards_bytes
     assert row.total_bytes == 5 * base + 10
-    assert list(row.by_kind.values()) == [base, base + 1, base + 2, base + 3, base + 4]
+    assert list(row.by_kind.values()) == [base, base + 1, base + 2, base + 3, 0, base + 4]
 
 
 def test_jsonl_round_trip(tmp_path: Path) -> None:

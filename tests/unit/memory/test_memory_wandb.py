@@ -71,7 +71,7 @@ def test_x_axis_is_our_own_beside_a_host_with_a_pattern(run: Any, tmp_path: Path
         if record.WhichOneof("record_type") == "metric" and record.metric.name.startswith("memory")
     }
     assert axes.pop("memory/step") == ""
-    assert len(axes) == 19 * 3 and set(axes.values()) == {"memory/step"}
+    assert len(axes) == 22 * 3 and set(axes.values()) == {"memory/step"}
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -1,0 +1,237 @@
+"""The folder of an export: made aside, filled file by file, renamed when it is whole."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from shardplug.checkpoint.commit import new_id
+from shardplug.checkpoint.durable import sync
+from shardplug.checkpoint.export_files import Item
+from shardplug.checkpoint.export_plan import ExportPlan
+from shardplug.checkpoint.safetensors_file import header_bytes
+from shardplug.errors import CheckpointError, ConfigError
+
+__all__ = ["ExportFolder", "TensorFile", "prepare_folder", "write_files"]
+
+_TOKENIZER = re.compile(
+    r"tokenizer.*\.(json|model|jinja)|(special_tokens_map|added_tokens|vocab)\.json|merges\.txt|"
+    r"vocab\.txt|(spiece|sentencepiece.*)\.model|.*\.tiktoken|tekken\.json|chat_template.*|"
+    r"(pre)?processor_config\.json|video_preprocessor_config\.json"
+)
+_WEIGHTS = re.compile(
+    r"(model(-\d{5}-of-\d{5})?|adapter_model)\.safetensors|model\.safetensors\.index\.json|"
+    r"(config|generation_config|adapter_config)\.json"
+)
+
+
+class ExportFolder:
+    """A folder that is being made. Works on one rank.
+
+    Args:
+        target: Where the export will be.
+        overwrite: Replace an export that is there.
+
+    Raises:
+        ConfigError: When something is there that is not to be replaced.
+    """
+
+    def __init__(self, target: Path, *, overwrite: bool) -> None:
+        self.target = target.absolute()
+        _check_target(self.target, overwrite)
+        self.folder = self.target.with_name(f".{self.target.name}.export-{new_id()}")
+        _clear(self.target)
+        self.folder.mkdir(parents=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def write_texts(self, name: str, texts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write JSON files into the folder, or one inside it."""
+        for file, content in texts.items():
+            path = self.folder / name / file
+            path.parent.mkdir(exist_ok=True)
+            text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+            path.write_text(text, encoding="utf-8")
+
+    def publish(self) -> None:
+        """Make all of it durable and rename it to its target."""
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            sync(path)
+        sync(self.folder)
+        if self.target.is_dir():
+            shutil.rmtree(self.target)
+        self.folder.rename(self.target)
+        sync(self.target.parent)
+        os.close(self._lock)
+
+    def discard(self) -> None:
+        """Remove what was made of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def prepare_folder(
+    target: Path,
+    plan: ExportPlan,
+    *,
+    tokenizer: str | os.PathLike[str] | None,
+    overwrite: bool,
+) -> ExportFolder:
+    """Make the folder of an export with everything in it but the tensors.
+
+    Args:
+        target: Where the export will be.
+        plan: The plan; notes are added to it.
+        tokenizer: A folder with the tokenizer's files; None looks where the model came from.
+        overwrite: Replace an export that is there.
+
+    Raises:
+        ConfigError: When something else is there, or the folder given has no tokenizer.
+        CheckpointError: When it cannot be written.
+    """
+    folder: ExportFolder | None = None
+    try:
+        folder = ExportFolder(target, overwrite=overwrite)
+        for part in plan.folders:
+            folder.write_texts(part.name, part.texts)
+        _copy_tokenizer(folder, plan, tokenizer)
+    except BaseException as error:
+        if folder is not None:
+            folder.discard()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target} could not be written: {error}.") from error
+        raise
+    return folder
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.name:
+        raise ConfigError(f"Expected the path of a folder to make, got {target}.")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ConfigError(f"Expected a new folder to export to, but {target} is a file or a link.")
+    inside = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
+    if inside and not overwrite:
+        raise ConfigError(
+            f"Expected a new folder to export to, but {target} is not empty. Choose another, or "
+            "say --overwrite (overwrite=True)."
+        )
+    own = [_TOKENIZER.fullmatch(name) or _WEIGHTS.fullmatch(name) for name in inside]
+    others = [
+        name
+        for name, known in zip(inside, own, strict=True)
+        if not known and not (target / name / "adapter_config.json").is_file()
+    ]
+    if others:
+        raise ConfigError(
+            f"Expected an older export to replace, but {target} holds other things too: "
+            f"{', '.join(others[:5])}. Choose another folder."
+        )
+
+
+def _clear(target: Path) -> None:
+    """Remove what exports to the same place left when they were killed."""
+    for path in target.parent.glob(f".{target.name}.export-*"):
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:  # it is alive
+            pass
+        finally:
+            os.close(handle)
+
+
+# -- Tensors --------------------------------------------------------------------------------------
+
+
+class TensorFile:
+    """A safetensors file, written from its beginning to its end.
+
+    Args:
+        path: The file.
+        items: Its tensors, in order.
+    """
+
+    def __init__(self, path: Path, items: Sequence[Item]) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(header_bytes({item.name: (item.dtype, item.shape) for item in items}))
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Add the bytes of a tensor, or of its next rows."""
+        tensor = tensor.detach().contiguous()
+        size = tensor.numel() * tensor.element_size()
+        if size:  # the tensor's own memory: no copy, and no need for numpy
+            self._file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def write_files(
+    folder: ExportFolder, plan: ExportPlan, read: Callable[[Sequence[Item]], Iterable[torch.Tensor]]
+) -> None:
+    """Write all tensors of an export.
+
+    Args:
+        folder: The folder.
+        plan: The plan.
+        read: Yields tensors in the order of the items, in the items' dtypes.
+    """
+    for part in plan.folders:
+        for name, items in part.files.items():
+            file = TensorFile(folder.folder / part.name / name, items)
+            try:
+                for tensor in read(items):
+                    file.write(tensor)
+                    del tensor  # before the next one is read
+            finally:
+                file.close()
+
+
+# -- Tokenizer ------------------------------------------------------------------------------------
+
+
+def _copy_tokenizer(
+    folder: ExportFolder, plan: ExportPlan, tokenizer: str | os.PathLike[str] | None
+) -> None:
+    """Copy the tokenizer's files; without, add a note that says how to get them.
+
+    Args:
+        folder: The folder.
+        plan: The plan, for where the model came from and for the note.
+        tokenizer: A folder that holds them; None looks where the model came from.
+
+    Raises:
+        ConfigError: When there are none in the folder given.
+    """
+    origin = Path(plan.origin or "") if tokenizer is None else Path(tokenizer)
+    files = [
+        path
+        for path in (sorted(origin.iterdir()) if str(origin) != "." and origin.is_dir() else [])
+        if path.is_file() and _TOKENIZER.fullmatch(path.name)
+    ]
+    if not files and tokenizer is not None:
+        raise ConfigError(f"Expected a folder with a tokenizer's files, got {tokenizer}.")
+    for path in files:
+        shutil.copyfile(path, folder.folder / path.name)
+    has_config = any("config.json" in part.texts for part in plan.folders)
+    if not files and has_config:
+        where = repr(plan.origin) if plan.origin else "MODEL"
+        plan.notes.append(
+            "no tokenizer was found: add one with --tokenizer FOLDER, or with "
+            f"AutoTokenizer.from_pretrained({where}).save_pretrained({str(folder.target)!r})"
+        )
