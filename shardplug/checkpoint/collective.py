@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -54,16 +56,44 @@ def background_group(owner: int) -> dist.ProcessGroup | None:
 
     Args:
         owner: A number of the thread's own.
+
+    Raises:
+        CheckpointError: On every rank, when it cannot be made; also when another rank is gone.
     """
-    return None if rank_and_size()[1] == 1 else _new_group(f"background {owner}")
+    watch = message_group()
+    return None if watch is None else _new_group(f"background {owner}", watch)
 
 
-def _new_group(use: str) -> dist.ProcessGroup:
+def _new_group(use: str, watch: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     groups = _GROUPS.setdefault(dist.group.WORLD, {})
     if use not in groups:
-        groups[use] = dist.new_group(backend=dist.Backend.GLOO)
+        groups[use] = _make_group() if watch is None else _make_group_watched(watch)
     return groups[use]
+
+
+def _make_group() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend=dist.Backend.GLOO)
+    return group
+
+
+def _make_group_watched(watch: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make a group, and look on another one that all ranks live on.
+
+    Alone, `new_group` would wait half an hour for a rank that died meanwhile.
+    """
+    made: Future[dist.ProcessGroup] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(_make_group())
+        except BaseException as error:  # raised again below
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="shardplug-group", daemon=True).start()
+    while not all(gather(made.done(), "Saving", watch)):
+        wait([made], timeout=0.01)
+    return together(made.result, "Saving", group=watch)
 
 
 def from_rank_0(value: T) -> T:

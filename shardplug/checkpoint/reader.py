@@ -194,7 +194,7 @@ class Reader:
         return [(list(found.missing), list(found.unexpected)) for found in model_plans]
 
     def model_state(
-        self, index: int, model: nn.Module, *, strict: bool = True
+        self, index: int, model: nn.Module, *, strict: bool = True, warn: bool = True
     ) -> dict[str, torch.Tensor]:
         """Read tensors shaped and sharded like the model's. Collective.
 
@@ -202,6 +202,7 @@ class Reader:
             index: Which model of the checkpoint.
             model: A sharded or plain model; it is not changed.
             strict: Raise when a name of the model or of the checkpoint has no partner.
+            warn: Without `strict`, warn of such names on rank 0.
 
         Returns:
             Tensors by the model's names.
@@ -215,6 +216,8 @@ class Reader:
             alone=self._alone,
         )
         self._read(self._model_keys(index, found.by_saved_name()))
+        if warn:
+            _warn_of_names(found)
         return dict(found.targets)
 
     def whole_state(self, index: int = 0) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class SavesState(_Base):  # type: ignore[misc]
         raw = dict(reader.meta)
         own = dict(raw.pop(_OWN, {}))
         hyper_parameters.put_back(raw, own.pop("hyper_parameters", None))
-        if "framework" not in reader.manifest:  # what engine.save was given as extra
+        if reader.manifest.get("framework") in (None, "pytorch"):  # what engine.save was given
             raw.update(raw.pop("extra", {}))
         rest: dict[str, Any] = meta.decode(raw, unpickle=weights_only is False)
         single = not isinstance(state, dict)

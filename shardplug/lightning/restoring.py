@@ -83,8 +83,9 @@ class Restores(_Base):  # type: ignore[misc]
         own = checkpoint.pop(OWN_KEY, {})
 
         def read(index: int) -> dict[str, torch.Tensor]:
-            strict = module.strict_loading and index == 0
-            return names.all(reader.model_state(index, module, strict=strict))
+            # Further ones are averages in callbacks, which may hold a part of the names.
+            strict, warn = module.strict_loading and index == 0, index == 0
+            return names.all(reader.model_state(index, module, strict=strict, warn=warn))
 
         checkpoint = tensors.put_back(checkpoint, read)
         checkpoint["state_dict"] = read(0)

@@ -52,6 +52,7 @@ VICTIMS = ("one", "all", "launcher", "orphans")
 """One rank; all ranks; the launcher and with it the ranks; the launcher alone, ranks go on."""
 
 STAGES = (3, 1, 2)
+MODES = 4
 LIMIT_SECONDS = 30.0
 """How long a rank may go on after another one was killed."""
 
@@ -65,6 +66,10 @@ class Tally:
     resumed_unpublished: int = 0
     survivors: Counter[str] = field(default_factory=Counter)
     slowest_survivor_seconds: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return sum(self.kills.values())
 
 
 def fork(action: Callable[[], int], log: Path) -> int:
@@ -205,16 +210,16 @@ class Harness:
     def run(self, kills: int) -> None:
         """Kill so many times, and resume each time."""
         try:
-            self._say("a run of each kind without kills ...")
-            for stage in STAGES:
-                self._learn_states(stage)
-            for mode in range(4):
-                self._learn_saves(self._course(mode, 3, f"learn-{mode}"))
             number = 0
-            while sum(self.tally.kills.values()) < kills:
-                stage = STAGES[number % 3]
-                course = self._course(number % 4, stage, f"folder-{number}")
-                self._one_folder(course, kills)
+            while self.tally.total < kills:
+                stage = STAGES[number // MODES % len(STAGES)]
+                course = self._course(number % MODES, stage, f"folder-{number}")
+                if not course.reference.exists():
+                    self._learn_states(stage)
+                if course.mode not in self._calls:
+                    self._learn_saves(self._course(number % MODES, stage, f"learn-{number}"))
+                enough = min(kills, self.tally.total + max(2, kills // 10))
+                self._one_folder(course, enough)
                 shutil.rmtree(course.folder)
                 number += 1
         finally:
@@ -239,7 +244,7 @@ class Harness:
     def _learn_saves(self, course: Course) -> None:
         """Learn which system calls a save makes, and how long it takes."""
         board = Board()
-        self._calls[course.mode] = self._launch_to_the_end(course, board, 4 * SAVE_EVERY)
+        self._calls[course.mode] = self._launch_to_the_end(course, board, 2 * SAVE_EVERY)
         self._lengths[course.mode] = (board["save_ended"] - board["save_began"]) / 1e9
         self._say(f"{course.mode}: a save takes {self._lengths[course.mode]:.3f} s")
 
@@ -270,9 +275,10 @@ class Harness:
         call = (phase, name, random_.randint(1, n))
         return Kill(victim=victim, save=save, rank=rank, call=call)
 
-    def _one_folder(self, course: Course, kills: int) -> None:
+    def _one_folder(self, course: Course, enough: int) -> None:
+        """Kill in one folder until so many kills were seen, or the run is at its end."""
         board = Board()
-        while sum(self.tally.kills.values()) < kills:
+        while self.tally.total < enough:
             kill = self._plan(course.mode)
             launch = Launch(course, board, kill, LAST_STEP)
             seconds = launch.finish()
@@ -284,16 +290,18 @@ class Harness:
             else:
                 self._judge(course, kill, launch, board, seconds, where)
             launch.close()
-            if max(board["resumed_0"], board.reported) >= LAST_STEP - 3 * SAVE_EVERY:
+            if self._step(board) > LAST_STEP - 4 * SAVE_EVERY:
                 break
-        self._launch_to_the_end(course, board, LAST_STEP)
+        self._launch_to_the_end(course, board, self._step(board) + 2 * SAVE_EVERY)
+
+    def _step(self, board: Board) -> int:
+        return max(board["resumed_0"], board.reported)
 
     def _judge(
         self, course: Course, kill: Kill, launch: Launch, board: Board, seconds: float, where: str
     ) -> None:
         phase = PHASES[board["kill_phase"]]
         self.tally.kills[course.mode, kill.victim, phase] += 1
-        total = sum(self.tally.kills.values())
         if kill.victim == "one":
             other = 1 - kill.rank
             file = launch.home / f"error-{other}"
@@ -315,13 +323,13 @@ class Harness:
         check(floor == 0 or point is not None, f"{where}: nothing whole, but {floor} was saved")
         if point is not None and point.path.name.startswith("."):
             self.tally.resumed_unpublished += 1
-        if total % 20 == 0:
-            self._say(f"{total} kills")
+        if self.tally.total % 20 == 0:
+            self._say(f"{self.tally.total} kills")
 
 
 def report(tally: Tally, seconds: float) -> str:
     """Return the numbers as text."""
-    lines = [f"{sum(tally.kills.values())} kills, all resumed, in {seconds:.0f} s"]
+    lines = [f"{tally.total} kills, all resumed, in {seconds:.0f} s"]
     for index, title in ((0, "saves"), (1, "killed"), (2, "in phase")):
         count: Counter[str] = Counter()
         for key, number in tally.kills.items():

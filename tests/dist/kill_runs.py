@@ -134,7 +134,6 @@ class Watch:
 
     def begin_save(self) -> None:
         self.seen.clear()
-        self.enter("between")
         if self._rank == 0:
             self._board["save_began"] = time.monotonic_ns()
         self._board["saves"] += self._rank == 0
@@ -244,7 +243,8 @@ class Trainee:
             self.run.engine.wait_for_save()
             self._look_at_background()
         self._watch.begin_save()
-        dist.barrier()  # the harness looks at rank 0's board
+        dist.barrier()  # the other rank looks at what rank 0 has noted
+        self._watch.enter("between")
         self.run.engine.save(
             course.folder / ("last" if course.in_place else f"step-{self.step:04}"),
             optimizers=[self.run.optimizer],

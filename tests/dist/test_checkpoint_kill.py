@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardplug.checkpoint import resume_point, writer
+from shardplug.checkpoint import collective, resume_point, writer
 from shardplug.errors import CheckpointError
 from tests.dist.checkpoint_runs import make_run
 from tests.support.pool import RankPool
@@ -72,3 +72,22 @@ def test_the_ranks_that_are_left_end_soon(
         assert text == left[0][0] and seconds < 30
     point = resume_point(tmp_path, verify=True, warn=False)
     assert point is not None and point.path == tmp_path / "a"
+
+
+def _dies_before_the_group_is_made(root: str) -> tuple[str, float]:
+    run = make_run("plain", 3)
+    if dist.get_rank() == 1:
+        collective._make_group = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(CheckpointError) as error:
+        run.engine.save(f"{root}/a", optimizers=[run.optimizer], async_save=True)
+    return str(error.value), time.monotonic() - began
+
+
+def test_the_first_save_in_the_background_waits_for_no_dead_rank(
+    own_pool: RankPool, tmp_path: Path
+) -> None:
+    left = own_pool.run(_dies_before_the_group_is_made, 2, str(tmp_path), expect_death=True)
+    text, seconds = left[0]
+    assert text == "Saving failed. Another rank is gone, or did not answer in time."
+    assert seconds < 30 and os.listdir(tmp_path) == [] and left[1] is None

@@ -116,11 +116,11 @@ class Runs:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # loading without a process group is intended
             dcp.load(state, storage_reader=reader, no_dist=True)
-        return {key.replace("state_dict.llama.", "state_dict."): state[key] for key in state}
+        return {key.replace("model.llama.", "model."): state[key] for key in state}
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         tensors = self.tensors(name)
-        return {key: tensors[key] for key in tensors if key.startswith("state_dict.")}
+        return {key: tensors[key] for key in tensors if key.startswith("model.")}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

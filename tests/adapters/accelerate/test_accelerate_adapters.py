@@ -71,15 +71,11 @@ def save_adapters(root: str) -> Any:
     train(acc, model, optimizer, range(2))
     acc.save_state(f"{root}/state")
     train(acc, model, optimizer, range(2, 4))
+    state = acc.get_state_dict(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT: whether the vocabulary was resized is not known
-        # As in Hugging Face's examples for sharded training.
-        acc.unwrap_model(model).save_pretrained(
-            f"{root}/adapter",
-            is_main_process=acc.is_main_process,
-            save_function=acc.save,
-            state_dict=acc.get_state_dict(model),
-        )
+        if acc.is_main_process:
+            acc.unwrap_model(model).save_pretrained(f"{root}/adapter", state_dict=state)
         acc.save_model(model, f"{root}/whole")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     with torch.no_grad():
@@ -93,6 +89,8 @@ def save_adapters(root: str) -> Any:
     return trained, logits
 
 
+# PEFT reads a name that transformers gives up.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_saved_whole(pool: RankPool, tmp_path: Path) -> None:
     import peft
 

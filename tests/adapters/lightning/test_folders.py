@@ -28,6 +28,7 @@ from tests.adapters.lightning.modules import (
     pl,
     quiet,
     rank,
+    reference,
     trainer,
     whole,
     whole_batches,
@@ -159,6 +160,52 @@ def test_new_names(pool: Any, tmp_path: Path) -> None:
     assert "body.head.weight" in module.state_dict()
     with pytest.raises(CheckpointError, match="has no nett"):
         load_from_checkpoint(Other, file, load_rename={"nett": "body"}, weights_only=True)
+
+
+class Headed(Plain):
+    """`Plain` with one more head, and optionally one of another size."""
+
+    def __init__(self, strict: bool = True, size: int = 3) -> None:
+        super().__init__()
+        self.strict_loading = strict
+        self.more = nn.Linear(3, 2)
+        self.shift = nn.Parameter(torch.full((size,), 0.1))
+        self.scale = nn.Parameter(torch.tensor(9.0))
+
+    def configure_optimizers(self) -> Any:
+        return make_optimizer("adamw", self.parameters(), 1e-2)
+
+
+def strict_and_not(folder: str) -> None:
+    first = build()
+    run_for(folder, 2).fit(first, in_order())
+    saved, path = whole(first), f"{folder}/step=2.ckpt"
+
+    def validate(module: Any) -> Any:
+        trainer("zero2").validate(module, in_order(size=16), ckpt_path=path, verbose=False)
+        return module
+
+    with pytest.raises(CheckpointError, match="Missing in the checkpoint: more.weight, more.bias"):
+        validate(build(Headed))
+    with pytest.raises(CheckpointError, match=r"shift.*\[4\].*\[3\]|shift.*\(3,\)"):
+        validate(build(Headed, strict=False, size=4))
+    loaded = whole(validate(build(Headed, strict=False)))
+    fresh = reference(Headed, strict=False).state_dict()
+    expected = {**saved, "more.weight": fresh["more.weight"], "more.bias": fresh["more.bias"]}
+    assert_close(loaded, expected, 0.0)
+    headed = build(Headed, strict=False)
+    more = trainer("zero2", max_steps=4, max_epochs=-1)
+    with warnings.catch_warnings(record=True) as log:
+        warnings.simplefilter("always")
+        more.fit(headed, in_order(), ckpt_path=path)
+    assert rank() or any("more.weight, more.bias" in str(w.message) for w in log)
+    state = more.optimizers[0].state
+    steps = {n: float(state[p]["step"]) for n, p in headed.named_parameters() if p in state}
+    assert steps["net.head.weight"] == 4.0 and steps.get("more.weight", 0.0) == 0.0
+
+
+def test_strict_loading(pool: Any, tmp_path: Path) -> None:
+    pool.run(strict_and_not, 2, str(tmp_path))
 
 
 class Kind(enum.Enum):
