@@ -14,6 +14,7 @@ from shardplug.errors import (
     OptimizerError,
     ScheduleError,
     ShardplugError,
+    StorageError,
 )
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "OptimizerError",
     "ScheduleError",
     "ShardplugError",
+    "StorageError",
     "ZeroConfig",
     "ZeroEngine",
     "__version__",

@@ -6,7 +6,8 @@ ShardplugError
 |-- ModelError       (ValueError)    a model that cannot be sharded as it is
 |-- OptimizerError   (ValueError)    an optimizer that would not train the sharded model
 |-- ScheduleError    (RuntimeError)  a call at the wrong moment of an accumulation window
-`-- CheckpointError  (RuntimeError)  a folder that is no checkpoint, or does not match
+|-- CheckpointError  (RuntimeError)  a folder that is no checkpoint, or does not match
+`-- StorageError     (RuntimeError)  a tier that cannot keep or return its bytes
 ```
 """
 
@@ -19,6 +20,7 @@ __all__ = [
     "OptimizerError",
     "ScheduleError",
     "ShardplugError",
+    "StorageError",
 ]
 
 
@@ -44,3 +46,7 @@ class ScheduleError(ShardplugError, RuntimeError):
 
 class CheckpointError(ShardplugError, RuntimeError):
     """The folder is not a shardplug checkpoint, is incomplete, or does not match the model."""
+
+
+class StorageError(ShardplugError, RuntimeError):
+    """State kept outside the device cannot be read or written; names path and bytes."""
