@@ -31,6 +31,7 @@ __all__ = [
     "gradient_tensors",
     "guard_partial_reads",
     "has_unreduced_gradients",
+    "laid_out_like",
     "leave_unused_inputs_alone",
     "local_tensor",
     "managed_parameters",
@@ -491,3 +492,22 @@ def save_tensors(tensors: dict[str, Any], **options: Any) -> None:
     from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
     _save_state_dict(tensors, **options)
+
+
+def laid_out_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the DTensor of which this rank's part is `local`, laid out like `parameter`.
+
+    Unlike `DTensor.from_local` it leaves `local` where it is, which may be the CPU beside a mesh
+    of GPUs.
+
+    Args:
+        local: Same shape as the local part of `parameter`; any dtype.
+        parameter: A DTensor; for a tensor that every rank holds whole, `local` is returned.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    spec = parameter._spec
+    assert spec.tensor_meta is not None
+    meta = type(spec.tensor_meta)(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+    own = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, own, requires_grad=False)  # type: ignore[no-untyped-call]

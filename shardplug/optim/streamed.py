@@ -1,0 +1,378 @@
+"""An optimizer whose state lives outside the device and comes to the parameters block by block."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardplug.core._torch import local_tensor
+from shardplug.errors import OptimizerError, StorageError
+from shardplug.optim.blocks import Block, Piece
+from shardplug.optim.classes import Runner, is_like
+from shardplug.optim.journal import Journal
+from shardplug.optim.state import StreamedState
+from shardplug.optim.store import Store
+from shardplug.tiers.agree import raise_together
+from shardplug.tiers.protocol import Tier, Traffic
+
+__all__ = ["StreamedOptimizer"]
+
+_LOST = (
+    "The weights are those from before the step on every rank, but the optimizer's state is half "
+    "changed: load the last checkpoint, here or in a new run."
+)
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """State of one block, in the tier's memory."""
+
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Bytes of each region that was fetched."""
+
+    views: dict[Piece, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Values of each piece within them."""
+
+
+_Changed = dict[str, dict[Piece, torch.Tensor | None]]
+"""Key -> piece -> its new value; None where the tier's memory already has it."""
+
+
+class StreamedOptimizer:
+    """Takes over the `step` and the `state` of an optimizer. In place.
+
+    A step has three phases for each block, and neighbouring blocks' phases overlap where the tier
+    has threads of its own:
+
+    1. fetch: the block's state comes out of the tier; the next blocks' is being read.
+    2. update: the optimizer's own class steps the block's parameters.
+    3. write back: the block's state goes into the tier, while the next block is updated.
+
+    Blocks without a gradient are neither read nor written.
+
+    State is made by the class itself, in the block's first step, so it is never whole in memory.
+    The options in `param_groups` are read anew in each step.
+
+    On a tier that can fail, a step is all or nothing for the weights: see `Journal`. The state
+    cannot be taken back likewise. A step that failed once it had begun leaves the optimizer
+    without a state to be trusted: it refuses to step and to be saved until state is loaded.
+
+    Args:
+        optimizer: The user's optimizer, bound to the sharded parameters.
+        tier: Where its state is to live. Room for all of it is reserved now.
+        group: All ranks, with messages on the CPU.
+
+    Raises:
+        OptimizerError: When its class cannot be run block by block.
+        StorageError: On every rank, when there is too little room on one. Collective for that.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tier: Tier,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.tier = tier
+        self.last_step = Traffic()
+        """What the latest step moved."""
+        self._group = group
+        self._runner = Runner(optimizer)
+        self._store = Store(tier, self._runner, optimizer)
+        self._journal = Journal() if tier.can_fail else None
+        self._entered = False
+        _refuse_replaced_step(optimizer)
+        error = _outcome(lambda: self._store.reserve(_trained(optimizer)))
+        raise_together(error, StorageError, "Making room for optimizer state", group)
+        self._view = StreamedState(self._store)
+        self._adopt(optimizer)
+        optimizer.register_load_state_dict_post_hook(self._adopt)
+        optimizer.step = self._method(optimizer)  # type: ignore[method-assign]
+
+    # ---------------------------------------------------------------- in the optimizer's place
+
+    def _method(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Make the bound method that stands in for the class's `step`, with torch's hooks."""
+
+        def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step(optimizer)
+            return loss
+
+        hooked = torch.optim.Optimizer.profile_hook_step(step)
+        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # by a scheduler made before
+
+        def enter(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if scheduled:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+            self._entered = True
+            try:
+                return hooked(optimizer, *args, **kwargs)
+            finally:
+                self._entered = False
+
+        if scheduled:
+            enter._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return types.MethodType(enter, optimizer)
+
+    def require_entered(self) -> None:
+        """Refuse a step by the class's own method, which knows nothing of the state's tier.
+
+        Raises:
+            OptimizerError: When `step` was looked up before the optimizer was prepared.
+        """
+        if not self._entered:
+            raise OptimizerError(
+                "Expected a call of optimizer.step as it is since prepare_optimizer(), got one of "
+                "the method that it had before, which cannot reach the optimizer's state. Look "
+                "`step` up again, or prepare the optimizer before whatever keeps it."
+            )
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move state that is in the optimizer itself into the tier, parameter by parameter."""
+        state: Any = vars(optimizer)["state"]
+        if state is self._view:
+            return
+        self._store.clear()
+        try:
+            while state:
+                parameter = next(iter(state))
+                self._view[parameter] = state.pop(parameter)
+        except Exception as error:
+            self._store.distrust(str(error))
+            raise
+        finally:
+            optimizer.state = self._view  # type: ignore[assignment]
+
+    # ---------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        before = self.tier.traffic.copy()
+        blocks: list[Block] = []
+
+        def prepare() -> None:
+            self._adopt(optimizer)
+            self._store.require_sound()
+            self.tier.check()
+            self._store.reserve(_trained(optimizer))
+            blocks.extend(self._store.blocks_of(_with_gradient(optimizer)))
+
+        self._agree(_outcome(prepare))  # nothing is changed yet
+        try:
+            error = _outcome(lambda: self._stream(optimizer, blocks))
+            self._agree(StorageError(f"{error} {_LOST}") if _is_fault(error) else error)
+        except BaseException as failure:  # an interrupt too must not leave half a step
+            self._take_back(failure)
+            raise
+        self._store.commit()
+        if self._journal is not None:
+            self._journal.commit()
+        self.last_step = self.tier.traffic.since(before)
+
+    def _agree(self, error: Exception | None) -> None:
+        if self.tier.can_fail:
+            raise_together(error, StorageError, "The optimizer step", self._group)
+        elif error is not None:
+            raise error
+
+    def _stream(self, optimizer: torch.optim.Optimizer, blocks: Sequence[Block]) -> None:
+        groups = _group_numbers(optimizer)
+        ahead = 0
+        for index, block in enumerate(blocks):
+            ahead = max(ahead, index)
+            while ahead < len(blocks) and self._read_ahead(blocks[ahead]):
+                ahead += 1
+            fetched = self._fetch(block)
+            changed = self._update(optimizer, groups, block, fetched)
+            self._write_back(block, fetched, changed)
+        self.tier.flush()
+
+    def _read_ahead(self, block: Block) -> bool:
+        """Begin to read a block's regions; False when no buffer is free for one."""
+        return all(
+            self.tier.read_ahead(region)
+            for key, region in block.regions.items()
+            if block.holds(key)
+        )
+
+    def _fetch(self, block: Block) -> _Fetched:
+        """Phase 1: bring the block's state into the tier's memory."""
+        fetched = _Fetched(views={piece: {} for piece in block.pieces})
+        for key, region in block.regions.items():
+            if block.holds(key):
+                fetched.memory[key] = self.tier.get(region)
+                for piece, view in block.views(key, fetched.memory[key]):
+                    if piece.entry.holds(key):
+                        fetched.views[piece][key] = view
+        return fetched
+
+    def _update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Mapping[torch.Tensor, int],
+        block: Block,
+        fetched: _Fetched,
+    ) -> _Changed:
+        """Phase 2: step the block's parameters, and return its new state."""
+        stepped: dict[Piece, torch.Tensor] = {}
+        states: dict[torch.Tensor, dict[str, Any]] = {}
+        options: dict[int, list[torch.Tensor]] = {}
+        for piece in block.pieces:
+            parameter = piece.entry.parameter
+            if parameter.grad is None:
+                continue
+            part = self._with_own_gradient(piece)
+            stepped[piece] = part
+            options.setdefault(groups[parameter], []).append(part)
+            if piece.entry.has_state:
+                on_device = {k: v.to(part.device) for k, v in fetched.views[piece].items()}
+                # Every piece of a parameter starts from the numbers before the step.
+                states[part] = {**_copies(piece.entry.scalars), **on_device}
+        made = self._runner.run(
+            optimizer,
+            [{**optimizer.param_groups[n], "params": parts} for n, parts in options.items()],
+            states,
+        )
+        changed: _Changed = {}
+        for piece, part in stepped.items():
+            state = made.get(part, {})
+            self._runner.streamed(state, part)  # refuses what could not be kept
+            self._store.note(piece.entry, {k: v for k, v in state.items() if not is_like(v, part)})
+            for key, value in state.items():
+                if is_like(value, part):
+                    # These classes change all that they keep for an element. Torch's count of a
+                    # tensor's changes would not tell: fused kernels leave it as it is.
+                    in_place = value is states.get(part, {}).get(key) and part.is_cpu
+                    changed.setdefault(key, {})[piece] = None if in_place else value
+        return changed
+
+    def _with_own_gradient(self, piece: Piece) -> torch.Tensor:
+        """Return the piece's weights, a view, with the piece's gradient."""
+        parameter = piece.entry.parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if not local_tensor(gradient).is_contiguous():
+            parameter.grad = gradient = gradient.contiguous()
+        part = piece.of(parameter)
+        own = piece.of(gradient)
+        part.grad = own if self._journal is None else self._journal.record(piece, part, own)
+        return part
+
+    def _write_back(self, block: Block, fetched: _Fetched, changed: _Changed) -> None:
+        """Phase 3: put the block's state back."""
+        for key, values in changed.items():
+            for piece, value in values.items():
+                if value is not None:
+                    piece.entry.keys.setdefault(key, value.dtype)
+        self._store.make_regions(block)
+        for key in dict.fromkeys((*fetched.memory, *changed)):
+            region = block.regions[key]
+            values = changed.get(key, {})
+            memory = fetched.memory.get(key)
+            if memory is None:
+                memory = self.tier.get(region, fresh=True)
+            for piece, view in block.views(key, memory):
+                new = values.get(piece)
+                if new is not None:
+                    view.copy_(new)
+            self.tier.put_back(region, changed=bool(values))
+
+    def _take_back(self, failure: BaseException) -> None:
+        """Undo what a failed step did to the weights; the state may be half written."""
+        self.tier.drop()
+        self._store.discard()
+        if self._journal is not None:
+            self._journal.undo()
+            self._store.distrust(str(failure) or type(failure).__name__)
+
+    # ---------------------------------------------------------------- accounts
+
+    @property
+    def device_tensors(self) -> list[torch.Tensor]:
+        """What of the state is not in the tier: one number per parameter."""
+        return [
+            value
+            for entry in self._store.entries.values()
+            for value in entry.scalars.values()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes in the tier that hold state."""
+        return sum(
+            region.num_bytes
+            for block in self._store.blocks
+            for key, region in block.regions.items()
+            if block.holds(key)
+        )
+
+    @property
+    def work_bytes(self) -> int:
+        """Memory on the device that steps need besides the tier's."""
+        return 0 if self._journal is None else self._journal.scratch_bytes
+
+    def gradients_cleared(self, *, to_none: bool) -> None:
+        """Note that gradients were cleared, those that the latest step used up among them.
+
+        Args:
+            to_none: False gives the parameters that have none a gradient of zeros.
+        """
+        if self._journal is not None:
+            self._journal.gradients_cleared(to_none=to_none)
+
+
+def _outcome(action: Callable[[], None]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _is_fault(error: Exception | None) -> bool:
+    return isinstance(error, StorageError)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """Parameters that may get state, with their groups."""
+    return [
+        (parameter, group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad or parameter.grad is not None
+    ]
+
+
+def _with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _group_numbers(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    return {
+        parameter: number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+
+
+def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+
+
+def _refuse_replaced_step(optimizer: torch.optim.Optimizer) -> None:
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise OptimizerError(
+            f"Expected {type(optimizer).__name__} to step by its class's method, but `step` was "
+            "replaced on the object. Call prepare_optimizer() before wrapping it."
+        )
