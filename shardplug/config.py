@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -55,13 +56,13 @@ class ZeroConfig:
     """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters."""
 
     offload_optimizer: Tier = "none"
-    """Where optimizer state lives between steps. Only "none" is available in this version."""
+    """Where optimizer state lives: on the device ("none"), in CPU memory, or in files ("nvme")."""
 
     offload_params: Tier = "none"
     """Where parameter shards live between uses. Only "none" is available in this version."""
 
     nvme_path: str | None = None
-    """Folder for swap files of the "nvme" tier. Not used until that tier is available."""
+    """Folder for swap files of the "nvme" tier; None leaves it to SHARDPLUG_NVME_PATH."""
 
     replicate_size: int = 1
     """HSDP: number of replicas; the world size must be a multiple. 1 shards over all ranks."""
@@ -88,17 +89,30 @@ class ZeroConfig:
             tier = getattr(self, name)
             if tier not in ("none", "cpu", "nvme"):
                 raise ConfigError(f'Expected {name} "none", "cpu" or "nvme", got {tier!r}.')
-            if tier != "none":
+        if self.offload_params != "none":
+            if self.stage != 3:
                 raise ConfigError(
-                    f"{name}={tier!r} is not available in this version of shardplug: every kind "
-                    'of state lives on the device. Use "none", for example the preset '
-                    f'"zero{self.stage}".'
+                    f"Expected stage 3 with offload_params={self.offload_params!r}, got stage "
+                    f"{self.stage}, which holds whole parameters from the first forward of a "
+                    "window to its last backward. Use stage=3, or offload_optimizer alone."
                 )
-        if self.nvme_path is not None:
             raise ConfigError(
-                f"nvme_path={self.nvme_path!r} has no effect: the nvme tier is not available in "
-                "this version of shardplug. Leave it out."
+                f"offload_params={self.offload_params!r} is not available in this version of "
+                'shardplug: parameters live on the device. Use "none"; offload_optimizer="nvme" '
+                "moves two thirds of what rests there with Adam."
             )
+        if self.nvme_path is not None and self.offload_optimizer != "nvme":
+            raise ConfigError(
+                f"nvme_path={self.nvme_path!r} has no effect with "
+                f"offload_optimizer={self.offload_optimizer!r}: no state lives in files. Set "
+                'offload_optimizer="nvme", or leave nvme_path out.'
+            )
+        if isinstance(self.nvme_path, os.PathLike):
+            object.__setattr__(self, "nvme_path", os.fspath(self.nvme_path))
+        if self.nvme_path is not None and not (
+            isinstance(self.nvme_path, str) and self.nvme_path.strip()
+        ):
+            raise ConfigError(f"Expected nvme_path to name a folder, got {self.nvme_path!r}.")
         for name, least in (("replicate_size", 1), ("prefetch", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -180,14 +194,15 @@ class ZeroConfig:
 
 
 def _preset(name: str) -> dict[str, Any]:
-    available = [known for known, fields in _PRESETS.items() if set(fields) == {"stage"}]
+    available = [known for known, fields in _PRESETS.items() if "offload_params" not in fields]
     fields = _PRESETS.get(name.lower())
     if fields is None:
         raise ConfigError(f"Expected a preset out of {', '.join(available)}, got {name!r}.")
     if name.lower() not in available:
         raise ConfigError(
-            f"The preset {name!r} is not available in this version of shardplug, which keeps every "
-            f'kind of state on the device. Use "zero{fields["stage"]}".'
+            f"The preset {name!r} is not available in this version of shardplug, which keeps "
+            'parameters on the device. Use "zero3,offload_optimizer=nvme" or '
+            'ZeroStrategy(stage=3, offload_optimizer="nvme", nvme_path=...).'
         )
     return fields
 

@@ -36,6 +36,8 @@ from shardplug.optim import Binding
 
 if TYPE_CHECKING:
     from shardplug.checkpoint.background import Background
+    from shardplug.optim.streamed import StreamedOptimizer
+    from shardplug.tiers import Tier
 
 __all__ = ["ZeroEngine"]
 
@@ -78,7 +80,8 @@ class ZeroEngine:
             default process group when left out.
 
     Raises:
-        ConfigError: When no process group is up or the mesh contradicts the configuration.
+        ConfigError: When no process group is up, the mesh contradicts the configuration, or the
+            folder for swap files is missing or cannot be written to.
     """
 
     def __init__(self, config: ZeroConfig, device_mesh: DeviceMesh | None = None) -> None:
@@ -97,6 +100,10 @@ class ZeroEngine:
         self._schedule = Schedule(self._stage)
         self._control = control_group(self.device)
         settle_at_exit()
+        self._tier = self._open_tier()
+        self._streamed: weakref.WeakKeyDictionary[torch.optim.Optimizer, StreamedOptimizer] = (
+            weakref.WeakKeyDictionary()
+        )
         self._sharded: list[_Sharded] = []
         self._num_sharded = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -215,13 +222,16 @@ class ZeroEngine:
         """Make an optimizer train the sharded parameters. In place, idempotent.
 
         Parameters that it holds from before `shard` are replaced by their shards; groups, their
-        options and state made so far are kept.
+        options and state made so far are kept. With `offload_optimizer` it is collective, reserves
+        the room for the optimizer's state, and steps block by block from then on.
 
         Args:
             optimizer: Any `torch.optim` optimizer over parameters of sharded models.
 
         Raises:
-            OptimizerError: When it holds a parameter of no sharded model, or none at all.
+            OptimizerError: When it holds a parameter of no sharded model, or none at all, or
+                its state cannot be offloaded.
+            StorageError: On every rank, when there is too little room for offloaded state on one.
         """
         if optimizer in self._optimizers:
             self._binding.require_known(optimizer, optimizer.param_groups)
@@ -238,6 +248,10 @@ class ZeroEngine:
                 "Expected a model with trainable parameters, got nothing to train: all are frozen "
                 "(requires_grad=False). Unfreeze some, or leave the optimizer out."
             )
+        if self._tier is not None:
+            from shardplug.optim.streamed import StreamedOptimizer
+
+            self._streamed[optimizer] = StreamedOptimizer(optimizer, self._tier, self._control)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.zero_grad = functools.partial(  # type: ignore[method-assign]
@@ -247,6 +261,19 @@ class ZeroEngine:
         )
         self._optimizers.add(optimizer)
         return optimizer
+
+    def _open_tier(self) -> Tier | None:
+        if self.config.offload_optimizer == "none":
+            return None
+        from shardplug.tiers import open_tier
+
+        return open_tier(
+            self.config.offload_optimizer,
+            self.config.nvme_path,
+            self._control,
+            pinned=self.device.type != "cpu",
+            what="offload_optimizer",
+        )
 
     def _resting_parameters(self, model: nn.Module) -> list[nn.Parameter]:
         replicated = next(s.replicated for s in self._sharded if s.model is model)
@@ -307,6 +334,8 @@ class ZeroEngine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._background is not None:
             self._background.poll()
+        if optimizer in self._streamed:
+            self._streamed[optimizer].require_entered()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
         if closure is None:
             self._require_boundary("optimizer.step()")
@@ -343,6 +372,8 @@ class ZeroEngine:
         set_to_none: bool = True,
     ) -> None:
         original(set_to_none=set_to_none)
+        for streamed in self._streamed.values():
+            streamed.gradients_cleared(to_none=set_to_none)
         for sharded in self._sharded:
             sharded.agreement.note_missing_gradients()
         if self._window_pending:
@@ -515,6 +546,9 @@ class ZeroEngine:
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind; buffers are not counted.
 
+        Kinds on the device are "master_shards", "gathered", "gradients" and "optimizer_state".
+        With `offload_optimizer` there are also "optimizer_state_cpu" (in CPU memory),
+        "optimizer_state_nvme" (in files) and "staging", the memory that state is moved through.
         "snapshot" is CPU memory, held from the first save with `async_save` to `wait_for_save`.
         """
         kinds: dict[str, list[torch.Tensor]] = {
@@ -529,14 +563,39 @@ class ZeroEngine:
             kinds["gathered"] += _torch.gathered_tensors(sharded.model)
             kinds["gradients"] += _torch.gradient_tensors(sharded.model)
             kinds["gradients"] += [p.grad for p in sharded.replicated if p.grad is not None]
+        elsewhere = {"optimizer_state_cpu": 0, "optimizer_state_nvme": 0, "staging": 0}
         for optimizer in self._optimizers:
+            streamed = self._streamed.get(optimizer)
+            if streamed is not None:
+                kinds["optimizer_state"] += streamed.device_tensors
+                elsewhere[f"optimizer_state_{streamed.tier.name}"] += streamed.state_bytes
+                elsewhere["staging"] += streamed.work_bytes
+                continue
             for state in optimizer.state.values():
                 kinds["optimizer_state"] += [
                     v for v in state.values() if isinstance(v, torch.Tensor)
                 ]
         held = {kind: _torch.storage_bytes(tensors) for kind, tensors in kinds.items()}
         held["snapshot"] = 0 if self._background is None else self._background.memory.num_bytes
-        return held
+        if self._tier is None:
+            return held
+        elsewhere["staging"] += self._tier.staging_bytes
+        return {**held, **elsewhere}
+
+    def traffic(self) -> dict[str, float]:
+        """Return what the optimizers' latest steps moved between the device and their tier.
+
+        Returns:
+            "bytes_read", "bytes_written" and "waited_seconds" (time that the training stood still
+            for them) on this rank. Zeros without `offload_optimizer`, and for "cpu" on CPU ranks,
+            where the state is used in place.
+        """
+        steps = [streamed.last_step for streamed in self._streamed.values()]
+        return {
+            "bytes_read": sum(step.bytes_read for step in steps),
+            "bytes_written": sum(step.bytes_written for step in steps),
+            "waited_seconds": sum(step.waited_seconds for step in steps),
+        }
 
     def add_phase_listener(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with "after_forward", "after_backward" and "after_step"."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,10 +42,27 @@ def test_preset_names() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if not name[-1].isdigit()])
-def test_tiers_that_are_not_there_yet_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f'not available.*"zero{name[4]}"'):
-        ZeroConfig.preset(name)
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_presets_with_optimizer_state_on_the_cpu(stage: int) -> None:
+    expected = ZeroConfig(stage=stage, offload_optimizer="cpu")  # type: ignore[arg-type]
+    assert ZeroConfig.preset(f"zero{stage}_cpu") == expected
+    if stage > 1:
+        assert ZeroConfig.preset(f"zero{stage}_offload") == expected
+
+
+def test_optimizer_state_in_files() -> None:
+    config = ZeroConfig(stage=1, offload_optimizer="nvme", nvme_path=Path("/mnt/a"))  # type: ignore[arg-type]
+    assert config.nvme_path == "/mnt/a"
+    assert ZeroConfig.parse("zero1,offload_optimizer=nvme,nvme_path=/mnt/a") == config
+    assert ZeroConfig(offload_optimizer="nvme").nvme_path is None  # the environment may name it
+
+
+def test_parameters_on_a_tier_are_refused() -> None:
+    with pytest.raises(ConfigError, match='not available.*"zero3,offload_optimizer=nvme"'):
+        ZeroConfig.preset("zero3_infinity")
+    for stage in (1, 2):
+        with pytest.raises(ConfigError, match=f"Expected stage 3 with .*got stage {stage}"):
+            ZeroConfig(stage=stage, offload_params="cpu")  # type: ignore[arg-type]
 
 
 def test_parse_reads_every_field() -> None:
@@ -81,7 +99,10 @@ def test_parse_reads_every_field() -> None:
         ("prefetch=-1", "prefetch to be an integer >= 0, got -1"),
         ("replicate_size=0", "replicate_size to be an integer >= 1, got 0"),
         ("zero2,offload_optimizer=disk", 'offload_optimizer "none", "cpu" or "nvme", got \'disk\''),
-        ("zero2,nvme_path=/mnt", "nvme_path='/mnt' has no effect"),
+        ("zero2,nvme_path=/mnt", "nvme_path='/mnt' has no effect with offload_optimizer='none'"),
+        ("zero2_cpu,nvme_path=/mnt", "nvme_path='/mnt' has no effect with offload_optimizer='cpu'"),
+        ("offload_optimizer=nvme,nvme_path= ", "nvme_path to name a folder, got ''"),
+        ("zero2_infinity", "out of zero1, .*zero3_offload, got 'zero2_infinity'"),
     ],
 )
 def test_parse_refuses(text: str, message: str) -> None:

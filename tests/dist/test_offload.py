@@ -1,0 +1,192 @@
+"""Optimizer state in CPU memory and in files: weights bit for bit those of a run without."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardplug import ZeroConfig, ZeroEngine
+from shardplug.tiers.disk import DiskTier
+from shardplug.tiers.host import HostTier
+from shardplug.tiers.staging import Staging
+from shardplug.tiers.swap import SwapFolder
+from tests.support.models import TinyLM, lm_loss, tokens
+from tests.support.pool import RankPool
+
+STEPS = 10
+SIZES = (1, 511, 513, 4097, 30001)
+SMALL = 16384  # bytes: 4096 elements, the least that parameters are cut at
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "adam_foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd_plain": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+}
+
+
+class Flat(nn.Module):
+    """Parameters of awkward sizes; the one of one element leaves the second rank's shard empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.randn(size) for size in SIZES)
+        self.scale = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: one number; returns a loss."""
+        return sum((p * x).cos().mean() * self.scale for p in self.parts)  # type: ignore[return-value]
+
+
+def config(stage: int, tier: str, path: str | None) -> ZeroConfig:
+    return ZeroConfig(
+        stage=stage,  # type: ignore[arg-type]
+        offload_optimizer=tier,  # type: ignore[arg-type]
+        nvme_path=path if tier == "nvme" else None,
+    )
+
+
+def use_small_blocks(engine: ZeroEngine) -> None:
+    """Cut even small parameters, and let no more than six blocks be on their way."""
+    if engine.config.offload_optimizer == "cpu":
+        engine._tier = HostTier(block_bytes=SMALL)
+        return
+    folder = SwapFolder(str(engine.config.nvme_path), f"small{id(engine)}", engine.rank)
+    engine._tier = DiskTier(folder, Staging(limit_bytes=6 * SMALL, buffer_bytes=SMALL))
+
+
+def train(
+    stage: int,
+    tier: str,
+    path: str | None,
+    optimizer_name: str,
+    *,
+    accumulate: int = 1,
+    clip: bool = False,
+    flat: bool = False,
+    steps: int = STEPS,
+) -> tuple[ZeroEngine, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    engine = ZeroEngine(config(stage, tier, path))
+    if flat and tier != "none":
+        use_small_blocks(engine)
+    model = engine.shard(Flat() if flat else TinyLM())
+    optimizer = engine.prepare_optimizer(OPTIMIZERS[optimizer_name](model.parameters()))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    run(engine, model, optimizer, range(steps), accumulate=accumulate, clip=clip)
+    scheduler.step()
+    return engine, model, optimizer
+
+
+def run(
+    engine: ZeroEngine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    *,
+    accumulate: int = 1,
+    clip: bool = False,
+) -> None:
+    for step in steps:
+        for micro in range(accumulate):
+            with engine.micro_step(last=micro == accumulate - 1):
+                if isinstance(model, Flat):
+                    number = 0.1 * step + 0.3 * micro + 0.7 * engine.rank
+                    loss = model(torch.tensor(1.0 + number))
+                else:
+                    batch = tokens(step, micro, engine.rank)
+                    loss = lm_loss(model(batch), batch)
+                (loss / accumulate).backward()
+        if clip:
+            engine.clip_grad_norm(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> int:
+    """Compare all state of two optimizers to the bit; return how many values were compared."""
+    compared = 0
+    mine = [p for group in ours.param_groups for p in group["params"]]
+    others = [p for group in theirs.param_groups for p in group["params"]]
+    for p, q in zip(mine, others, strict=True):
+        assert set(ours.state[p]) == set(theirs.state[q])
+        for key, value in theirs.state[q].items():
+            found = ours.state[p][key]
+            if isinstance(value, torch.Tensor):
+                assert found.shape == value.shape and found.dtype == value.dtype, key
+                if hasattr(value, "full_tensor"):
+                    found, value = found.full_tensor(), value.full_tensor()
+                assert torch.equal(found, value), key
+            else:
+                assert found == value, key
+            compared += 1
+    return compared
+
+
+def same_weights(one: tuple[ZeroEngine, nn.Module], two: tuple[ZeroEngine, nn.Module]) -> None:
+    ours = one[0].full_state_dict(one[1], rank0_only=False)
+    theirs = two[0].full_state_dict(two[1], rank0_only=False)
+    assert ours and set(ours) == set(theirs)
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+
+
+def against_plain(
+    stage: int, name: str, folder: str, tiers: tuple[str, ...] = ("cpu", "nvme"), **options: Any
+) -> None:
+    """Train without and with a tier, and compare weights and state."""
+    plain = train(stage, "none", None, name, **options)
+    assert not any(plain[0].traffic().values())
+    for tier in tiers:
+        ours = train(stage, tier, folder, name, **options)
+        same_weights(ours[:2], plain[:2])
+        assert same_state(ours[2], plain[2]) or name == "sgd_plain"
+
+
+def grid(stage: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for accumulate, clip in itertools.product((1, 3), (False, True)):
+            against_plain(stage, "adamw", folder, accumulate=accumulate, clip=clip, flat=True)
+        for name in ("adam", "sgd"):
+            against_plain(stage, name, folder, accumulate=3, clip=True, flat=True)
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_offload_is_bit_equal(pool: RankPool, stage: int, world_size: int) -> None:
+    pool.run(grid, world_size, stage)
+
+
+def language_model(stage: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        against_plain(stage, "adamw", folder, accumulate=3, clip=True, steps=4)
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_model_with_units_is_bit_equal(pool: RankPool, stage: int) -> None:
+    pool.run(language_model, 2, stage)
+
+
+def every_class() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in OPTIMIZERS:
+            against_plain(2, name, folder, flat=True, steps=4)
+
+
+def test_every_elementwise_optimizer_is_bit_equal(pool: RankPool) -> None:
+    pool.run(every_class, 2)
