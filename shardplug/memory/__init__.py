@@ -10,7 +10,7 @@ from shardplug.memory.account import (
     paper_bytes,
 )
 from shardplug.memory.picture import PngSink, draw_png
-from shardplug.memory.row import BOOK_KINDS, KINDS, PHASES, MemoryRow
+from shardplug.memory.row import BOOK_KINDS, KINDS, PHASES, TIER_KINDS, MemoryRow
 from shardplug.memory.sinks import JsonlSink, Sink, read_jsonl
 from shardplug.memory.tracker import MemoryTracker
 from shardplug.memory.wandb_sink import WandbSink
@@ -19,6 +19,7 @@ __all__ = [
     "BOOK_KINDS",
     "KINDS",
     "PHASES",
+    "TIER_KINDS",
     "ElementBytes",
     "JsonlSink",
     "MemoryRow",

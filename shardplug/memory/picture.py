@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardplug.errors import ConfigError
-from shardplug.memory.row import BOOK_KINDS, PHASES, MemoryRow
+from shardplug.memory.row import BOOK_KINDS, PHASES, TIER_KINDS, MemoryRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +23,9 @@ __all__ = ["PngSink", "draw_png"]
 _COLORS = {
     "master_shards": "#0072B2",
     "optimizer_state": "#009E73",
+    "optimizer_state_cpu": "#F0E442",
+    "optimizer_state_nvme": "#999933",
+    "staging": "#882255",
     "gradients": "#E69F00",
     "gathered": "#56B4E9",
     "snapshot": "#CC79A7",
@@ -35,6 +38,9 @@ _LABELS = {
     "optimizer_state": "optimizer state",
     "snapshot": "snapshot of a save",
     "other": "activations and other",
+    "optimizer_state_cpu": "optimizer state, CPU memory",
+    "optimizer_state_nvme": "optimizer state, files",
+    "staging": "staging buffers",
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _MAX_STEPS = 120  # as many as can be told apart in the picture's width
@@ -123,13 +129,15 @@ def draw_png(rows: Sequence[MemoryRow], path: str | os.PathLike[str], *, title: 
     figure = Figure(figsize=(12, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 2.2))
-    kinds = [kind for kind in _COLORS if any(row.by_kind[kind] for row in shown)]
+    kinds = [kind for kind in _COLORS if any(_stacked(row, kind) for row in shown)]
     _draw_phases(left, shown)
     _draw_steps(right, shown, kinds, scale)
+    _draw_elsewhere(right, shown, kinds, scale)
     _draw_peaks(right, rows, worst, scale)
     right.set_ylabel(f"memory of one rank, {unit}")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set_ylim(0, 1.08 * top / scale)
+    elsewhere = max(max(row.by_tier.values()) for row in shown)
+    right.set_ylim(0, 1.08 * max(top, elsewhere) / scale)
     whose = f"rank {worst} of {num_ranks}, the one with the highest peak" if num_ranks > 1 else ""
     figure.suptitle(" - ".join(part for part in (title or "Memory", whose) if part))
     handles, labels = right.get_legend_handles_labels()
@@ -149,15 +157,25 @@ def _draw_phases(axes: Axes, shown: list[MemoryRow]) -> None:
     """Bars of the model states in each phase, at the step where they were largest."""
     bars: dict[str, MemoryRow] = {}
     for row in shown:
-        if row.phase not in bars or row.books_bytes > bars[row.phase].books_bytes:
+        if row.phase not in bars or _state_bytes(row) > _state_bytes(bars[row.phase]):
             bars[row.phase] = row
     phases = [phase for phase in PHASES if phase in bars]
-    unit, scale = _unit(max(row.books_bytes for row in bars.values()))
+    unit, scale = _unit(max(_state_bytes(row) for row in bars.values()))
     low = [0.0] * len(phases)
     for kind in _COLORS:
-        if kind in BOOK_KINDS:
-            heights = [bars[phase].by_kind[kind] / scale for phase in phases]
-            axes.bar(range(len(phases)), heights, bottom=low, color=_COLORS[kind], width=0.7)
+        if kind in (*BOOK_KINDS, *_STATE_TIERS):
+            heights = [{**bars[p].by_kind, **bars[p].by_tier}[kind] / scale for p in phases]
+            hatch = "//" if kind in _STATE_TIERS else None  # not on the device
+            axes.bar(
+                range(len(phases)),
+                heights,
+                bottom=low,
+                color=_COLORS[kind],
+                width=0.7,
+                hatch=hatch,
+                edgecolor="white" if hatch else None,
+                linewidth=0,
+            )
             low = [below + height for below, height in zip(low, heights, strict=True)]
     for x, total in enumerate(low):
         axes.annotate(
@@ -168,6 +186,39 @@ def _draw_phases(axes: Axes, shown: list[MemoryRow]) -> None:
     axes.set_ylabel(f"model states of one rank, {unit}")
     axes.set_title("model states, each phase at its highest", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+_STATE_TIERS = tuple(kind for kind in TIER_KINDS if kind != "staging")
+
+
+def _state_bytes(row: MemoryRow) -> int:
+    """Bytes of the model states, wherever they are."""
+    return row.books_bytes + sum(row.by_tier[kind] for kind in _STATE_TIERS)
+
+
+def _stacked(row: MemoryRow, kind: str) -> int:
+    """Bytes of a kind in the memory that is measured."""
+    if kind not in TIER_KINDS:
+        return row.by_kind[kind]
+    measured = row.tiers_measured_bytes and kind != "optimizer_state_nvme"
+    return row.by_tier[kind] if measured else 0
+
+
+def _draw_elsewhere(axes: Axes, shown: list[MemoryRow], kinds: list[str], scale: int) -> None:
+    """A line for each kind of state that is not in the memory of the areas."""
+    for kind in _STATE_TIERS:
+        by_step = {row.step: row.by_tier[kind] / scale for row in shown}
+        if kind not in kinds and any(by_step.values()):
+            steps = sorted(by_step)
+            axes.step(
+                _bounds(steps),
+                [by_step[steps[0]], *(by_step[step] for step in steps)],
+                where="pre",
+                color=_COLORS[kind],
+                linestyle="--",
+                linewidth=1.6,
+                label=f"{_LABELS[kind]} (elsewhere)",
+            )
 
 
 def _unit(num_bytes: int) -> tuple[str, int]:
@@ -200,7 +251,7 @@ def _draw_steps(axes: Axes, shown: list[MemoryRow], kinds: list[str], scale: int
     rows.append(rows[-1])  # closes the last area: with step="post" it has no width
     low = [0.0] * len(rows)
     for kind in kinds:
-        high = [below + row.by_kind[kind] / scale for below, row in zip(low, rows, strict=True)]
+        high = [below + _stacked(row, kind) / scale for below, row in zip(low, rows, strict=True)]
         axes.fill_between(
             edges, low, high, step="post", color=_COLORS[kind], label=_LABELS[kind], linewidth=0
         )

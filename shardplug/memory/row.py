@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BOOK_KINDS", "KINDS", "PHASES", "MemoryRow"]
+__all__ = ["BOOK_KINDS", "KINDS", "PHASES", "TIER_KINDS", "MemoryRow"]
 
 BOOK_KINDS = ("master_shards", "gathered", "gradients", "optimizer_state")
 """Kinds of model state that the engine keeps books of."""
 
 KINDS = (*BOOK_KINDS, "snapshot", "other")
 """Every kind; "other" is what is measured and not in the books: activations, buffers, caches."""
+
+TIER_KINDS = ("optimizer_state_cpu", "optimizer_state_nvme", "staging")
+"""State outside the device, in CPU memory and in files, and the memory it is moved through."""
 
 PHASES = ("after_forward", "after_backward", "after_step")
 """Moments of an optimizer step at which memory is read, in order."""
@@ -54,6 +57,23 @@ class MemoryRow:
     held_bytes: int
     """Raw reading: resident set size (CPU) or memory reserved by the allocator (GPU)."""
 
+    optimizer_state_cpu_bytes: int = 0
+    """Optimizer state in CPU memory."""
+
+    optimizer_state_nvme_bytes: int = 0
+    """Optimizer state in swap files."""
+
+    staging_bytes: int = 0
+    """Buffers that state outside the device is moved through."""
+
+    tiers_measured_bytes: int = 0
+    """Of `by_tier`, what is in the memory that is measured here: on CPU ranks all but files."""
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Bytes of each of `TIER_KINDS`, in that order."""
+        return {kind: getattr(self, f"{kind}_bytes") for kind in TIER_KINDS}
+
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes of each of `KINDS`, in that order."""
@@ -66,5 +86,5 @@ class MemoryRow:
 
     @property
     def total_bytes(self) -> int:
-        """Sum over the kinds: what was measured, or the books where they hold more."""
-        return sum(self.by_kind.values())
+        """What was measured, or the books where they hold more; files are not memory."""
+        return sum(self.by_kind.values()) + self.tiers_measured_bytes

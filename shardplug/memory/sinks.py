@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from shardplug.errors import ConfigError
-from shardplug.memory.row import KINDS, MemoryRow
+from shardplug.memory.row import KINDS, TIER_KINDS, MemoryRow
 
 __all__ = ["JsonlSink", "Sink", "read_jsonl"]
 
 _NUMBERS = (*(f"{kind}_bytes" for kind in KINDS), "peak_bytes", "held_bytes")
+_TIER_NUMBERS = (*(f"{kind}_bytes" for kind in TIER_KINDS), "tiers_measured_bytes")
 
 
 class Sink(Protocol):
@@ -34,7 +35,8 @@ class JsonlSink:
     """Writes one JSON object per row, flushed after each step, so a crash loses none.
 
     An object has the keys step, phase, rank, one `<kind>_bytes` per kind of memory, total_bytes,
-    peak_bytes and held_bytes.
+    peak_bytes and held_bytes; where state lives outside the
+    device also those of the tiers.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
@@ -105,6 +107,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[MemoryRow]:
 
 def _as_json(row: MemoryRow) -> dict[str, int | str]:
     numbers = {name: getattr(row, name) for name in _NUMBERS}
+    numbers |= {name: getattr(row, name) for name in _TIER_NUMBERS if any(row.by_tier.values())}
     return {
         "step": row.step,
         "phase": row.phase,
@@ -117,6 +120,7 @@ def _as_json(row: MemoryRow) -> dict[str, int | str]:
 def _from_json(value: dict[str, int | str]) -> MemoryRow:
     value = {"snapshot_bytes": 0, **value}  # files of earlier versions do not have it
     numbers = {name: int(value[name]) for name in _NUMBERS}
+    numbers |= {name: int(value.get(name, 0)) for name in _TIER_NUMBERS}
     return MemoryRow(
         step=int(value["step"]), phase=str(value["phase"]), rank=int(value["rank"]), **numbers
     )

@@ -12,12 +12,18 @@ import torch.distributed as dist
 
 from shardplug.errors import ConfigError
 from shardplug.memory.meter import make_meter
-from shardplug.memory.row import BOOK_KINDS, KINDS, PHASES, MemoryRow
+from shardplug.memory.row import BOOK_KINDS, KINDS, PHASES, TIER_KINDS, MemoryRow
 from shardplug.memory.sinks import Sink
 
 __all__ = ["MemoryTracker", "TrackedEngine"]
 
-_FIELDS = (*(f"{kind}_bytes" for kind in KINDS), "peak_bytes", "held_bytes")
+_FIELDS = (
+    *(f"{kind}_bytes" for kind in (*KINDS, *TIER_KINDS)),
+    "tiers_measured_bytes",
+    "peak_bytes",
+    "held_bytes",
+)
+_MEASURED = [*range(len(KINDS)), _FIELDS.index("tiers_measured_bytes")]  # what makes the total
 
 
 class TrackedEngine(Protocol):
@@ -89,7 +95,7 @@ class MemoryTracker:
         if first_step < 0:
             raise ConfigError(f"Expected first_step >= 0, got {first_step!r}.")
         books = engine.memory()
-        if set(books) != {*BOOK_KINDS, "snapshot"}:
+        if set(books) - set(TIER_KINDS) != {*BOOK_KINDS, "snapshot"}:
             raise ConfigError(
                 f"Expected an engine with books of {', '.join(BOOK_KINDS)} and snapshot, "
                 f"got {', '.join(sorted(books)) or 'none'}."
@@ -108,7 +114,7 @@ class MemoryTracker:
         self._seen_steps = 0
         self._window: dict[str, tuple[int, ...]] = {}
         self._closed = False
-        self._meter = make_meter(engine.device, sum(self._books()))
+        self._meter = make_meter(engine.device, self._held(books))
         engine.add_phase_listener(self._on_phase)
 
     def close(self) -> None:
@@ -135,25 +141,36 @@ class MemoryTracker:
             if logged:
                 self._finish_step()
 
-    def _books(self) -> tuple[int, ...]:
-        """Bytes of every kind in the books, as far as they are on the device that is measured."""
-        books = self._engine.memory()
-        snapshot = books["snapshot"] if self._engine.device.type == "cpu" else 0
-        return (*(books[kind] for kind in BOOK_KINDS), snapshot)
-
     def _record(self, phase: str) -> None:
-        books = self._books()
-        held = sum(books)
+        books = self._engine.memory()
+        held = self._held(books)
         seen = self._window.get(phase)
         reading = self._meter.read(held)
         other = max(0, reading.total - held)
         peak = max(reading.peak, held + other)
         if seen is not None:
             peak = max(peak, seen[-2])
-            if (held, held + other) <= (sum(seen[: len(books)]), sum(seen[: len(KINDS)])):
+            total = sum(seen[i] for i in _MEASURED)
+            if (held, held + other) <= (total - seen[KINDS.index("other")], total):
                 self._window[phase] = (*seen[:-2], peak, seen[-1])
                 return
-        self._window[phase] = (*books, other, peak, reading.held)
+        tiers = (books.get(kind, 0) for kind in TIER_KINDS)
+        kinds = (*self._kinds(books), other, *tiers, self._beside(books))
+        self._window[phase] = (*kinds, peak, reading.held)
+
+    def _kinds(self, books: dict[str, int]) -> tuple[int, ...]:
+        """Bytes of every kind in the books, as far as they are on the device that is measured."""
+        snapshot = books["snapshot"] if self._engine.device.type == "cpu" else 0
+        return (*(books[kind] for kind in BOOK_KINDS), snapshot)
+
+    def _beside(self, books: dict[str, int]) -> int:
+        """Bytes of the tiers that are in the memory which is measured."""
+        if self._engine.device.type != "cpu":
+            return 0
+        return books.get("optimizer_state_cpu", 0) + books.get("staging", 0)
+
+    def _held(self, books: dict[str, int]) -> int:
+        return sum(self._kinds(books)) + self._beside(books)
 
     def _finish_step(self) -> None:
         engine, width = self._engine, len(_FIELDS)
@@ -164,7 +181,7 @@ class MemoryTracker:
         dist.all_gather(every, mine)
         self._window = {}
         table = torch.stack(every).cpu().view(engine.world_size, len(PHASES), width)
-        self.total_bytes = int(table[..., : len(KINDS)].sum(-1).max())
+        self.total_bytes = int(table[..., _MEASURED].sum(-1).max())
         self.peak_bytes = int(table[..., -2].max())
         if engine.rank == 0:
             self.last_rows = tuple(

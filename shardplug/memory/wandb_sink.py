@@ -97,9 +97,10 @@ def _as_metrics(rows: Sequence[MemoryRow]) -> dict[str, float]:
     values: dict[str, float] = {_STEP: rows[0].step}
     largest: dict[str, float] = {}
     for row in rows:
+        tiers = row.by_tier if any(row.by_tier.values()) else {}
         own = {
             f"{row.phase}/{kind}_gib": n / _GIB
-            for kind, n in {**row.by_kind, "total": row.total_bytes}.items()
+            for kind, n in {**row.by_kind, **tiers, "total": row.total_bytes}.items()
         }
         # Peaks grow towards the end of a step: the last phase has the step's.
         own["peak_gib"] = row.peak_bytes / _GIB
