@@ -46,6 +46,14 @@ class ParameterState(MutableMapping[str, Any]):
         self._store = store
         self._entry = entry
 
+    def copied(self) -> dict[str, Any]:
+        """Return all values as they are now, in a dictionary of the caller's own."""
+        entry = self._entry()
+        return {
+            key: entry.scalars[key] if key in entry.scalars else self._store.read(entry, key)
+            for key in self._keys()
+        }
+
     def _keys(self) -> list[str]:
         entry = self._entry()
         return [*entry.scalars, *entry.keys] if entry.has_state else []

@@ -47,10 +47,10 @@ class Store:
         new = [(p, group) for p, group in parameters if p not in self.entries]
         if not new:
             return
-        layouts: dict[tuple[int, torch.dtype, torch.device], dict[str, torch.dtype]] = {}
+        layouts: dict[tuple[Any, ...], dict[str, torch.dtype]] = {}
         made: dict[torch.Tensor, Entry] = {}
         for parameter, group in new:
-            kind = (id(group), parameter.dtype, parameter.device)
+            kind = (id(group), parameter.dtype, parameter.device, parameter.ndim == 0)
             if kind not in layouts:
                 layouts[kind] = self._layout(parameter, group)
             made[parameter] = Entry(parameter, dict(layouts[kind]))

@@ -15,7 +15,7 @@ from shardplug.errors import OptimizerError, StorageError
 from shardplug.optim.blocks import Block, Piece
 from shardplug.optim.classes import Runner, is_like
 from shardplug.optim.journal import Journal
-from shardplug.optim.state import StreamedState
+from shardplug.optim.state import ParameterState, StreamedState
 from shardplug.optim.store import Store
 from shardplug.tiers.agree import raise_together
 from shardplug.tiers.protocol import Tier, Traffic
@@ -92,6 +92,7 @@ class StreamedOptimizer:
         self._view = StreamedState(self._store)
         self._adopt(optimizer)
         optimizer.register_load_state_dict_post_hook(self._adopt)
+        optimizer.register_state_dict_post_hook(_with_plain_state)
         optimizer.step = self._method(optimizer)  # type: ignore[method-assign]
 
     # ---------------------------------------------------------------- in the optimizer's place
@@ -363,6 +364,15 @@ def _group_numbers(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     }
+
+
+def _with_plain_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Make what `optimizer.state_dict()` returns what torch's loading takes: real dictionaries."""
+    state = {
+        key: values.copied() if isinstance(values, ParameterState) else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
 
 def _copies(values: Mapping[str, Any]) -> dict[str, Any]:

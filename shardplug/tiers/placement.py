@@ -50,7 +50,12 @@ def open_tier(
         opened.append(_open_disk(path, run[0], dist.get_rank(), pinned, what))
     except (ConfigError, StorageError) as failure:
         error = failure
-    raise_together(error, ConfigError, "Opening the nvme tier", group)
+    try:
+        raise_together(error, ConfigError, "Opening the nvme tier", group)
+    except ConfigError:
+        for tier in opened:
+            tier.close()
+        raise
     return opened[0]
 
 
