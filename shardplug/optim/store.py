@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from shardplug.core._torch import laid_out_like, local_tensor
 from shardplug.errors import OptimizerError, StorageError
 from shardplug.optim.blocks import Block, Entry, lay_out
 from shardplug.optim.classes import Runner
-from shardplug.tiers.protocol import Tier
+from shardplug.tiers.protocol import Region, Tier
 
 __all__ = ["Store"]
 
@@ -33,6 +33,8 @@ class Store:
         self._runner = runner
         self._optimizer = weakref.ref(optimizer)
         self._distrusted: str | None = None
+        self._regions: list[Region] = []
+        weakref.finalize(self, tier.free, self._regions).atexit = False
         self._noted: dict[Entry, Mapping[str, Any]] = {}
 
     # ---------------------------------------------------------------- room
@@ -56,9 +58,7 @@ class Store:
             made[parameter] = Entry(parameter, dict(layouts[kind]))
         blocks = lay_out(made.values(), self._tier.block_bytes)
         wanted = [(block, key) for block in blocks for key in block.keys_without_region()]
-        regions = self._tier.allocate([block.region_bytes(key) for block, key in wanted])
-        for (block, key), region in zip(wanted, regions, strict=True):
-            block.add_region(key, region)
+        self._add_regions(wanted)
         self.entries.update(made)
         self.blocks += blocks
 
@@ -80,11 +80,15 @@ class Store:
         Raises:
             StorageError: When there is too little.
         """
-        keys = block.keys_without_region()
-        if keys:
-            regions = self._tier.allocate([block.region_bytes(key) for key in keys])
-            for key, region in zip(keys, regions, strict=True):
-                block.add_region(key, region)
+        self._add_regions([(block, key) for key in block.keys_without_region()])
+
+    def _add_regions(self, wanted: Sequence[tuple[Block, str]]) -> None:
+        if not wanted:
+            return
+        regions = self._tier.allocate([block.region_bytes(key) for block, key in wanted])
+        self._regions += regions
+        for (block, key), region in zip(wanted, regions, strict=True):
+            block.add_region(key, region)
 
     def blocks_of(self, parameters: Iterable[torch.Tensor]) -> list[Block]:
         """Return the blocks that hold these parameters, in order."""

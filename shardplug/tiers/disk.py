@@ -56,6 +56,7 @@ class DiskTier:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shardplug-disk")
         self._reads: dict[Region, tuple[Buffer, Future[None]]] = {}
         self._used: dict[Region, Buffer] = {}
+        self._free: dict[int, list[Region]] = {}
         self._writes: deque[tuple[Region, Buffer, Future[None]]] = deque()
         self._close = weakref.finalize(self, _close, self._threads, self._file, os.getpid())
 
@@ -92,12 +93,15 @@ class DiskTier:
     def allocate(self, sizes: Sequence[int]) -> list[Region]:
         """Reserve regions on the drive; see `Tier.allocate`."""
         rounded = [aligned(max(size, 1)) for size in sizes]  # an empty one has a place too
-        total = sum(rounded)
-        if not total:
-            return []
+        reused: dict[int, Region] = {}
+        for index, size in enumerate(rounded):
+            if self._free.get(size):
+                reused[index] = self._free[size].pop()
+        total = sum(size for index, size in enumerate(rounded) if index not in reused)
         try:
-            offset = self._file.extend(total)
+            offset = self._file.extend(total) if total else self._file.num_bytes
         except OSError as error:
+            self.free(list(reused.values()))
             folder = self.path.parent
             free = free_bytes(folder) if folder.exists() else 0
             raise StorageError(
@@ -106,10 +110,18 @@ class DiskTier:
                 "use more ranks."
             ) from error
         regions: list[Region] = []
-        for size in rounded:
+        for index, size in enumerate(rounded):
+            if index in reused:
+                regions.append(reused[index])
+                continue
             regions.append(Region(offset, size))
             offset += size
         return regions
+
+    def free(self, regions: Sequence[Region]) -> None:
+        """Keep the room for later regions of the same size."""
+        for region in regions:
+            self._free.setdefault(region.num_bytes, []).append(region)
 
     def read_ahead(self, region: Region) -> bool:
         """Begin to read a region, if a buffer is free."""

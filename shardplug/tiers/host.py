@@ -54,6 +54,11 @@ class HostTier:
             made.append(region)
         return made
 
+    def free(self, regions: Sequence[Region]) -> None:
+        """Give the memory back to the system."""
+        for region in regions:
+            self._memory.pop(region.offset, None)
+
     def read_ahead(self, region: Region) -> bool:
         """Nothing is to be read."""
         return True

@@ -84,12 +84,17 @@ class Tier(Protocol):
         """Host memory that the tier holds to move regions through."""
 
     def allocate(self, sizes: Sequence[int]) -> list[Region]:
-        """Reserve regions of these sizes in bytes; they read as zeros until they are written.
+        """Reserve regions of these sizes in bytes.
+
+        Those that were not freed before read as zeros until they are written.
 
         Raises:
             StorageError: When there is too little room, with the bytes needed and free; nothing is
                 reserved then.
         """
+
+    def free(self, regions: Sequence[Region]) -> None:
+        """Let others have the room of regions that nobody uses any more."""
 
     def read_ahead(self, region: Region) -> bool:
         """Begin to read a region, if a buffer is free; return whether it was begun."""

@@ -171,6 +171,7 @@ def at_set_up(root: str) -> None:
     theirs = missing if rank == 0 else f"{missing}/not"
     with raises_everywhere(ConfigError, "not does not exist"):
         ZeroEngine(ZeroConfig(stage=1, offload_optimizer="nvme", nvme_path=theirs))
+    dist.barrier()
     assert not list(Path(missing).iterdir()), "the ranks that succeeded have cleaned up"
     with raises_everywhere(ConfigError, "nvme_path", PATH_VARIABLE, 'offload_optimizer="nvme"'):
         ZeroEngine(ZeroConfig(offload_optimizer="nvme"))

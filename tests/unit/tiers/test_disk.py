@@ -55,6 +55,8 @@ def test_round_trip_of_awkward_sizes(kind: str, disk: DiskTier) -> None:
     tier.flush()
     for index, region in enumerate(regions):
         assert (read(tier, region) == index + 1).all()
+    tier.free(regions[:1])
+    assert read(tier, tier.allocate([3])[0]).shape == (ALIGNMENT,)
     later = tier.allocate([5])[0]
     assert later.offset >= regions[-1].offset + regions[-1].num_bytes
     assert not read(tier, later).any()
@@ -97,6 +99,9 @@ def test_full_disk_is_found_when_room_is_reserved(
 ) -> None:
     region = disk.allocate([BUFFER])[0]
     size = disk.path.stat().st_size
+    spare = disk.allocate([ALIGNMENT])[0]
+    disk.free([spare])
+    size = disk.path.stat().st_size
 
     def full(file: int, offset: int, count: int) -> None:
         os.ftruncate(file, offset + count // 2)
@@ -107,7 +112,8 @@ def test_full_disk_is_found_when_room_is_reserved(
         rf"room for {aligned(9000)} bytes .* in {disk.path.parent}.* has \d+ bytes free: No sp"
     )
     with pytest.raises(StorageError, match=message):
-        disk.allocate([9000])
+        disk.allocate([10, 9000])  # the first fits where another was
+    assert disk.allocate([10]) == [spare]
     assert disk.path.stat().st_size == size
     fill(disk, region, 3)
     disk.flush()
