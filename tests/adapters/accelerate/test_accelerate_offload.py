@@ -1,0 +1,80 @@
+"""Optimizer state outside the device through Accelerate: the same weights, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardplug import ZeroConfig
+from shardplug.accelerate.options import ENVIRONMENT_NAME, read_config
+from tests.adapters.accelerate.common import MAX_NORM, accelerator, loader, samples, seeded_model
+from tests.support.models import lm_loss
+from tests.support.pool import RankPool
+
+
+def zero(tier: str, root: str) -> str:
+    more = {"none": "", "cpu": "_cpu", "nvme": f",offload_optimizer=nvme,nvme_path={root}"}
+    return "zero2" + more[tier]
+
+
+def train(
+    tier: str, root: str, precision: str, *, optimizer_first: bool
+) -> dict[str, torch.Tensor]:
+    acc = accelerator(
+        zero=zero(tier, root), gradient_accumulation_steps=3, mixed_precision=precision
+    )
+    model = seeded_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    batches = acc.prepare(loader(samples()))
+    if optimizer_first:
+        optimizer = acc.prepare(optimizer)
+        model, scheduler = acc.prepare(model, scheduler)
+    else:
+        model, optimizer, scheduler = acc.prepare(model, optimizer, scheduler)
+    for epoch in range(2):
+        for batch in batches:
+            with acc.accumulate(model):
+                acc.backward(lm_loss(model(batch), batch))
+                if acc.sync_gradients:
+                    acc.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        if epoch == 0:
+            acc.save_state(f"{root}/{tier}-{precision}")
+    if tier == "nvme":  # back to the middle, from where the state was on the device
+        acc.load_state(f"{root}/none-{precision}")
+        for batch in batches:
+            with acc.accumulate(model):
+                acc.backward(lm_loss(model(batch), batch))
+                if acc.sync_gradients:
+                    acc.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    assert acc.completed_steps == 6
+    return acc.engine.full_state_dict(rank0_only=False)
+
+
+def compare(root: str) -> None:
+    for precision, optimizer_first in (("no", True), ("no", False), ("fp16", False)):
+        expected = train("none", root, precision, optimizer_first=optimizer_first)
+        for tier in ("cpu", "nvme"):
+            ours = train(tier, root, precision, optimizer_first=optimizer_first)
+            assert ours and all(torch.equal(ours[name], expected[name]) for name in expected), tier
+
+
+def test_accelerate(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(compare, 2, str(tmp_path))
+
+
+def test_the_yaml_string_names_the_tier() -> None:
+    text = "shardplug:stage=3,offload_optimizer=nvme,nvme_path=/mnt/nvme"
+    expected = ZeroConfig(stage=3, offload_optimizer="nvme", nvme_path="/mnt/nvme")
+    assert read_config(None, {ENVIRONMENT_NAME: text}) == expected
+    assert read_config(None, {ENVIRONMENT_NAME: "shardplug:zero1_cpu"}).offload_optimizer == "cpu"
+    with pytest.raises(ValueError, match="'zero3_infinity' is not available"):
+        read_config(None, {ENVIRONMENT_NAME: "shardplug:zero3_infinity"})
