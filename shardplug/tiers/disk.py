@@ -21,7 +21,7 @@ from shardplug.tiers.swap import SwapFolder
 
 __all__ = ["DiskTier"]
 
-_NUM_THREADS = 4  # reach the drive's bandwidth with direct I/O; each call lets go of the GIL
+NUM_THREADS = 4  # reach the drive's bandwidth with direct I/O; each call lets go of the GIL
 
 
 class DiskTier:
@@ -53,7 +53,7 @@ class DiskTier:
             raise StorageError(
                 f"Expected to make the swap file {path}, got: {error.strerror or error}."
             ) from error
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shardplug-disk")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="shardplug-disk")
         self._reads: dict[Region, tuple[Buffer, Future[None]]] = {}
         self._used: dict[Region, Buffer] = {}
         self._free: dict[int, list[Region]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
+from shardplug.core._torch import local_tensor
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.host import HostTier
+from shardplug.tiers.protocol import ALIGNMENT
 from shardplug.tiers.staging import Staging
 from shardplug.tiers.swap import SwapFolder
 from tests.support.models import TinyLM, lm_loss, tokens
@@ -190,3 +193,64 @@ def every_class() -> None:
 
 def test_every_elementwise_optimizer_is_bit_equal(pool: RankPool) -> None:
     pool.run(every_class, 2)
+
+
+def owned(model: nn.Module) -> list[int]:
+    """Elements that this rank has of each parameter with a dimension."""
+    return [local_tensor(p).numel() for p in model.parameters() if p.ndim]
+
+
+def accounts(folder: str) -> None:
+    for name, moments in (("adamw", 2), ("sgd", 1), ("sgd_plain", 0)):
+        engine, model, optimizer = train(2, "nvme", folder, name, flat=True, steps=1)
+        sizes = owned(model)
+        first = engine.traffic()
+        books = engine.memory()
+        run(engine, model, optimizer, range(1, 2))
+        traffic = engine.traffic()
+        # Each moment of an owned element is read once and written once, in its own 4 bytes. What
+        # comes on top is rounding: 64 bytes for a piece, 4 KiB for a region (here SMALL bytes).
+        exact = 4 * moments * sum(sizes)
+        pieces = sum(max(1, -(-size * 4 // SMALL)) for size in sizes)
+        slack = moments * (64 * pieces + ALIGNMENT * pieces)
+        assert exact <= traffic["bytes_read"] <= exact + slack
+        assert traffic["bytes_written"] == traffic["bytes_read"]
+        assert (traffic["waited_seconds"] > 0) == (moments > 0)
+        assert first["bytes_read"] == 0 and first["bytes_written"] == traffic["bytes_written"]
+        assert books["optimizer_state_nvme"] == traffic["bytes_written"]
+        assert books["optimizer_state_cpu"] == 0
+        # In memory: one number per parameter, 6 buffers at most, and one block's gradients.
+        assert books["optimizer_state"] <= 4 * (len(sizes) + 3)
+        assert 0 < books["staging"] <= 6 * SMALL + SMALL
+        assert books["gradients"] == 0  # used up by the step
+    engine, model, optimizer = train(3, "cpu", None, "adamw", flat=True, steps=2)
+    books = engine.memory()
+    exact = 8 * sum(owned(model))
+    assert exact <= books["optimizer_state_cpu"] <= exact + 2 * len(SIZES) * (64 + ALIGNMENT)
+    assert books["staging"] == books["optimizer_state_nvme"] == 0
+    assert not any(engine.traffic().values())  # on CPU ranks the state is used where it is
+    assert set(ZeroEngine(ZeroConfig()).memory()) == {
+        *("master_shards", "gathered", "gradients", "optimizer_state")
+    }
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_bytes_moved_and_held_are_those_of_the_formulas(
+    pool: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    pool.run(accounts, world_size, str(tmp_path))
+
+
+def without_gradients(folder: str) -> None:
+    """Blocks without a gradient are neither read nor written."""
+    engine, model, optimizer = train(3, "nvme", folder, "adamw", flat=True, steps=2)
+    everything = engine.traffic()["bytes_read"]
+    large = model.parts[-1]  # type: ignore[index]
+    large.requires_grad_(False)
+    run(engine, model, optimizer, range(2, 3))
+    assert 0 < engine.traffic()["bytes_read"] < everything / 2
+    assert engine.traffic()["bytes_read"] == engine.traffic()["bytes_written"]
+
+
+def test_what_is_not_trained_is_not_moved(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(without_gradients, 1, str(tmp_path))

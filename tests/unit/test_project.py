@@ -379,7 +379,7 @@ _LAYERS = {  # part of the package -> parts it may import, besides itself
     "cli": {"engine", "core", "checkpoint", "memory", "config", "errors", "__version__"},
     "__main__": {"cli"},
 }
-_ADAPTERS = {"lightning", "fabric", "accelerate", "hf", "run"}
+_ADAPTERS = {"lightning", "fabric", "accelerate", "hf", "run", "cli"}
 _MAY_USE = {  # the frameworks that an adapter is about
     "lightning": {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"},
     "fabric": {"lightning", "lightning_fabric", "pytorch_lightning"},
