@@ -12,6 +12,8 @@ from shardplug.tiers.staging import page_aligned
 
 __all__ = ["HostTier"]
 
+_BLOCK_BYTES = 8 * BLOCK_BYTES  # no buffer has this size, and larger blocks cost fewer calls
+
 
 class HostTier:
     """Keeps regions in the memory of this process.
@@ -28,7 +30,7 @@ class HostTier:
     can_fail = False
     staging_bytes = 0
 
-    def __init__(self, *, pinned: bool = False, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, *, pinned: bool = False, block_bytes: int = _BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
         self.traffic = Traffic()
         self._pinned = pinned
