@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import shardplug
 from shardplug.checkpoint import Reader, export, is_checkpoint, resume_point
-from shardplug.lightning import MemoryCurve
+from shardplug.lightning import MemoryCurve, ZeroStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,10 @@ class Options:
 
     stage: Literal[1, 2, 3] = 3
     """ZeRO stage: what is gathered when."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where the optimizer's state lives: on the device, in CPU memory, or in files."""
+    nvme_path: str | None = None
+    """Folder for these files."""
     devices: int = 0
     """Number of ranks on this machine; 0 means every GPU, or 2 CPU ranks where there is none."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
@@ -213,7 +217,12 @@ def main(options: Options) -> None:
     out = Path(options.out).absolute()
     out.mkdir(parents=True, exist_ok=True)
 
-    # Strategy: the name of the stage is all that Lightning needs to shard the model.
+    # Strategy: strategy="zero3" would be all that Lightning needs to shard the model.
+    strategy = ZeroStrategy(
+        stage=options.stage,
+        offload_optimizer=options.offload_optimizer,
+        nvme_path=options.nvme_path,
+    )
     on_gpu = options.accelerator != "cpu" and torch.cuda.is_available()
     num_ranks = options.devices or (torch.cuda.device_count() if on_gpu else 2)
     logger = WandbLogger(
@@ -232,7 +241,7 @@ def main(options: Options) -> None:
         enable_version_counter=False,
     )
     trainer = Trainer(
-        strategy=f"zero{options.stage}",
+        strategy=strategy,
         accelerator="gpu" if on_gpu else "cpu",
         devices=num_ranks,
         precision=options.precision,
