@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,10 @@ def train(
     clip: bool = False,
     flat: bool = False,
     steps: int = STEPS,
+    replicate_size: int = 1,
 ) -> tuple[ZeroEngine, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
-    engine = ZeroEngine(config(stage, tier, path))
+    engine = ZeroEngine(replace(config(stage, tier, path), replicate_size=replicate_size))
     if flat and tier != "none":
         use_small_blocks(engine)
     model = engine.shard(Flat() if flat else TinyLM())
@@ -173,6 +175,15 @@ def grid(stage: int) -> None:
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_offload_is_bit_equal(pool: RankPool, stage: int, world_size: int) -> None:
     pool.run(grid, world_size, stage)
+
+
+def replicas() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        against_plain(3, "adamw", folder, steps=3, replicate_size=2)
+
+
+def test_replicas_of_shards_are_bit_equal(pool: RankPool) -> None:
+    pool.run(replicas, 4)
 
 
 def language_model(stage: int) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import resource
 import shutil
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from shardplug import CheckpointError, ConfigError, StorageError, ZeroConfig, ZeroEngine
 from shardplug.tiers import PATH_VARIABLE
 from shardplug.tiers.file import SwapFile
+from shardplug.tiers.swap import remove_dead
 from tests.dist.test_offload import Flat, config, run, same_state, same_weights, train
 from tests.dist.test_offload_checkpoint import fresh
 from tests.support.parity import raises_everywhere
@@ -216,3 +219,57 @@ def test_memory_filesystem_works_with_one_notice(pool: RankPool, tmp_path: Path)
         pool.run(memory_filesystem, 2, str(folder))
     finally:
         shutil.rmtree(folder)
+
+
+def killed(root: str) -> None:
+    engine, model, optimizer = train(3, "nvme", root, "adamw", flat=True, steps=2)
+    engine.save(f"{root}/last", optimizers=[optimizer])
+    backward(engine, model, 2)
+    if engine.rank == 0:
+        original = SwapFile.write
+
+        def dies(*args: Any) -> None:
+            original(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        SwapFile.write = dies  # type: ignore[method-assign]
+    optimizer.step()
+
+
+def resumed(root: str) -> None:
+    ours = fresh("nvme", root, "adamw", stage=3)
+    ours[0].load(f"{root}/last", optimizers=[ours[2]])
+    run(*ours, range(2, 5))
+    expected = train(3, "none", None, "adamw", flat=True, steps=5)
+    same_weights(ours[:2], expected[:2])
+    assert same_state(ours[2], expected[2])
+
+
+def test_a_killed_run_is_resumed_and_leaves_nothing(pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        pool.run(killed, 2, str(tmp_path), group_timeout=10.0)
+    pool.run(resumed, 2, str(tmp_path))
+    pool.close()
+    remove_dead(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def capped(root: str) -> None:
+    """The system itself refuses, as on a small filesystem."""
+    engine = ZeroEngine(config(1, "nvme", root))
+    model = engine.shard(torch.nn.Linear(1000, 400))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        with raises_everywhere(StorageError, "Expected room for 32", "File too large"):
+            engine.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+        optimizer = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with engine.micro_step():
+        model(torch.ones(2, 1000)).sum().backward()
+    optimizer.step()
+
+
+def test_a_limit_of_the_system(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(capped, 1, str(tmp_path))

@@ -1,0 +1,71 @@
+"""Optimizer state outside a GPU: weights bit for bit those of a run with it on the GPU."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardplug import ZeroConfig, ZeroEngine
+from tests.support.models import TinyLM, lm_loss, tokens
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(stage: int, tier: str, path: Path, fused: bool) -> tuple[ZeroEngine, Any]:
+    torch.manual_seed(3)
+    engine = ZeroEngine(
+        ZeroConfig(
+            stage=stage,  # type: ignore[arg-type]
+            offload_optimizer=tier,  # type: ignore[arg-type]
+            nvme_path=str(path) if tier == "nvme" else None,
+        )
+    )
+    model = engine.shard(TinyLM())
+    optimizer = engine.prepare_optimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    )
+    for step in range(5):
+        batch = tokens(step, 0, 0).to(engine.device)
+        with engine.micro_step():
+            lm_loss(model(batch), batch).backward()
+        engine.clip_grad_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine, optimizer
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("fused", (False, True))
+@pytest.mark.parametrize("stage", (1, 3))
+def test_weights_are_bit_equal_and_state_is_not_on_the_gpu(
+    stage: int, fused: bool, tmp_path: Path
+) -> None:
+    plain, _ = train(stage, "none", tmp_path, fused)
+    expected = plain.full_state_dict()
+    for tier in ("cpu", "nvme"):
+        engine, optimizer = train(stage, tier, tmp_path, fused)
+        found = engine.full_state_dict()
+        assert found and all(torch.equal(found[name], expected[name]) for name in expected)
+        books = engine.memory()
+        assert books[f"optimizer_state_{tier}"] > 0
+        assert books["optimizer_state"] < plain.memory()["optimizer_state"] / 50
+        for values in optimizer.state.values():
+            assert all(v.device.type == "cpu" for k, v in values.items() if v.ndim)
