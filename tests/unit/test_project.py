@@ -376,10 +376,10 @@ _LAYERS = {  # part of the package -> parts it may import, besides itself
     "optim": {"core", "tiers", "config", "errors"},
     "engine": {"core", "optim", "checkpoint", "memory", "tiers", "config", "errors"},
     "hosts": {"engine", "core", "checkpoint", "memory", "config", "errors"},
-    "cli": {"engine", "core", "checkpoint", "memory", "config", "errors", "__version__"},
+    "cli": {"engine", "core", "checkpoint", "memory", "tiers", "config", "errors", "__version__"},
     "__main__": {"cli"},
 }
-_ADAPTERS = {"lightning", "fabric", "accelerate", "hf", "run", "cli"}
+_ADAPTERS = {"lightning", "fabric", "accelerate", "hf", "run"}
 _MAY_USE = {  # the frameworks that an adapter is about
     "lightning": {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"},
     "fabric": {"lightning", "lightning_fabric", "pytorch_lightning"},
