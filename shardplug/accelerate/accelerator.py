@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -240,6 +240,17 @@ class Accelerator(GradientMethods, SavingMethods):
                 self.engine.prepare_optimizer(optimizer)
             except OptimizerError:
                 self._unsharded_optimizers.append(optimizer)  # its model may still come
+            else:
+                self._renew_step(optimizer)
+
+    def _renew_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let Accelerate's wrapper with a gradient scaler call `step` as it is now."""
+        for wrapper in self._optimizers:
+            if states.bare_optimizer(wrapper) is optimizer and wrapper.scaler is not None:
+                wrapper._optimizer_original_step_method = optimizer.step
+                wrapper._optimizer_patched_step_method = patch_optimizer_step(
+                    wrapper, optimizer.step
+                )
 
     def _count_step(self, *_: Any) -> None:
         self.completed_steps += 1
