@@ -128,8 +128,10 @@ def gather(value: T, doing: str, group: dist.ProcessGroup | None = None) -> list
         return [value]
     values: list[T] = [value] * group.size()
     try:
+        if not dist.is_initialized():
+            raise RuntimeError("the process group was destroyed under a thread that saves")
         dist.all_gather_object(values, value, group=group)
-    except (RuntimeError, ValueError, KeyError) as error:  # the last two: it was destroyed
+    except (RuntimeError, ValueError, KeyError) as error:  # the last two: destroyed just now
         raise CheckpointError(f"{doing} failed. {_GONE}") from error
     return values
 

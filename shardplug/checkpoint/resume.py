@@ -72,10 +72,15 @@ def candidates(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            torn = (path / ".metadata").is_file() or any(path.glob("*.distcp"))
-            if (path / MANIFEST).is_file() or is_leftover(path) or torn:
-                yield path
+        if path.is_symlink() or not path.is_dir():
+            continue
+        try:
+            names = os.listdir(path)
+        except OSError:  # removed just now, or not ours
+            continue
+        torn = ".metadata" in names or any(name.endswith(".distcp") for name in names)
+        if MANIFEST in names or is_leftover(path) or torn:
+            yield path
 
 
 def _find(folder: Path, verify: bool) -> ResumePoint | None:

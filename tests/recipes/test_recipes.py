@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -242,11 +243,13 @@ def test_command_trains_in_bf16_and_ends_with_paths_that_exist(recipe, tmp_path)
         command, env=environment(), capture_output=True, text=True, timeout=600, cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr[-5000:]
-    lines = result.stdout.strip().splitlines()[-6:]
+    lines = result.stdout.strip().splitlines()[-7:]
     report = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
     before, _, after, _ = report["held-out loss"].replace(",", "").split()
     assert float(after) < float(before)
     assert (Path(report["checkpoint"]) / "manifest.json").is_file()
+    model, info = AutoModelForCausalLM.from_pretrained(report["model"], output_loading_info=True)
+    assert not any(info.values()) and type(model).__name__ == "LlamaForCausalLM"
     assert Path(report["memory"]).read_bytes().startswith(b"\x89PNG")
     (wandb_file,) = Path(report["W&B run"]).glob("run-*.wandb")
     assert wandb_file.stat().st_size > 0
@@ -348,6 +351,7 @@ def test_smollm2_is_fine_tuned_alike_by_both(tmp_path):
         "data": "docstrings",
         "steps": 3,
         "save_every": 0,
+        "export": False,
         "micro_batch": 1,
         "held_out_rows": 4,
         "learning_rate": 5e-5,

@@ -137,6 +137,22 @@ def test_a_save_that_publishes_while_we_look_is_found(tmp_path: Path) -> None:
         assert found(tmp_path) == ResumePoint(path=tmp_path / "last", step=1, passed_over=())
 
 
+def test_one_that_is_removed_while_we_look_is_left_out(tmp_path: Path) -> None:
+    """Another process keeps the last few."""
+    save(tmp_path / "a", 1)
+    save(tmp_path / "b", 2)
+    real = os.listdir
+
+    def remove_and_list(path: Path) -> list[str]:
+        if Path(path) == tmp_path / "a":
+            shutil.rmtree(path)
+        return real(path)
+
+    with mock.patch.object(os, "listdir", remove_and_list):
+        point = found(tmp_path)
+    assert point == ResumePoint(path=tmp_path / "b", step=2, passed_over=())
+
+
 def test_version_1_has_no_clock_of_its_own(tmp_path: Path) -> None:
     for seconds, name in ((100, "b"), (200, "a")):
         file = save(tmp_path / name) / MANIFEST
