@@ -17,21 +17,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
     "BackwardWatch",
     "GradScaler",
+    "TorchDispatchMode",
     "WeakTensorKeyDictionary",
     "after_root_backward",
     "announce_collectives",
+    "attention_by_kernel",
     "clamp_all",
     "drop_unreduced_gradients",
+    "fused_attention_on_cpu",
     "gathered_tensors",
     "gradient_tensors",
     "guard_partial_reads",
     "has_unreduced_gradients",
     "laid_out_like",
+    "is_read_of_value",
     "leave_unused_inputs_alone",
     "local_tensor",
     "managed_parameters",
@@ -50,6 +56,8 @@ __all__ = [
     "settle_root",
     "sharded_of_gathered",
     "storage_bytes",
+    "tree_leaves",
+    "tree_map",
     "unit_groups",
 ]
 
@@ -511,3 +519,69 @@ def laid_out_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     meta = type(spec.tensor_meta)(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
     own = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(local, own, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def fused_attention_on_cpu(
+    query: tuple[tuple[int, ...], torch.dtype],
+    key: tuple[tuple[int, ...], torch.dtype],
+    value: tuple[tuple[int, ...], torch.dtype],
+    masked: bool,
+    dropout_p: float,
+    grouped: bool,
+) -> bool:
+    """Ask torch whether attention on the CPU runs in one kernel, which keeps no scores.
+
+    Args:
+        query: Shape and dtype; a short sequence is enough, as it does not decide.
+        key: As for the query.
+        value: As for the query.
+        masked: Whether a mask is given.
+        dropout_p: Dropout of the scores.
+        grouped: Whether several query heads share a key head.
+    """
+    q, k, v = (torch.empty(s, dtype=d, requires_grad=True) for s, d in (query, key, value))
+    mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool) if masked else None
+    choice = torch._fused_sdp_choice(q, k, v, mask, dropout_p, False, enable_gqa=grouped)
+    return int(choice) == int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
+
+
+def attention_by_kernel(
+    kernel: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Run attention in one fused kernel, on meta tensors too, where torch would take none.
+
+    Args:
+        kernel: "flash", "efficient" (both GPU) or "cpu flash".
+        query: (batch, heads, length, width).
+        key: As the query, of its own length; heads may be fewer for "flash" and "cpu flash".
+        value: As the key.
+        bias: Added to the scores, for "efficient" and "cpu flash".
+        dropout_p: Dropout of the scores.
+        is_causal: Whether later positions are left out.
+        scale: Factor of the scores.
+    """
+    ops = torch.ops.aten
+    call: Any
+    if kernel == "flash":
+        call = ops._scaled_dot_product_flash_attention
+        out = call(query, key, value, dropout_p, is_causal, False, scale=scale)
+    elif kernel == "efficient":
+        call = ops._scaled_dot_product_efficient_attention
+        out = call(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
+    else:
+        call = ops._scaled_dot_product_flash_attention_for_cpu
+        out = call(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)
+    first: torch.Tensor = out[0]
+    return first
+
+
+def is_read_of_value(func: Any) -> bool:
+    """Whether a dispatched operation reads one number out of a tensor, as `.item()` does."""
+    return func is torch.ops.aten._local_scalar_dense.default

@@ -15,6 +15,7 @@ from shardplug.memory.row import BOOK_KINDS, PHASES, TIER_KINDS, MemoryRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["PngSink", "draw_png"]
 
@@ -143,7 +144,11 @@ def draw_png(rows: Sequence[MemoryRow], path: str | os.PathLike[str], *, title: 
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
 
-    path = Path(path)
+    save_figure(figure, Path(path))
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG that appears whole or not at all; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -386,7 +386,8 @@ _MAY_USE = {  # the frameworks that an adapter is about
     "accelerate": {"accelerate", "transformers"},
     "hf": {"transformers", "accelerate", "huggingface_hub"},
     "run": {"accelerate", "transformers"},
-    "memory": {"matplotlib", "wandb"},  # drawn and logged with, imported on use
+    # drawn and logged with, and read configurations with, imported on use
+    "memory": {"matplotlib", "transformers", "wandb"},
 }
 
 
