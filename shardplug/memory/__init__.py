@@ -9,30 +9,58 @@ from shardplug.memory.account import (
     model_states,
     paper_bytes,
 )
+from shardplug.memory.choices import Choice, Room
+from shardplug.memory.costs import Machine, StepTime
+from shardplug.memory.counted import CountedAllocations
+from shardplug.memory.optimizers import OPTIMIZERS, OptimizerKind
 from shardplug.memory.picture import PngSink, draw_png
+from shardplug.memory.plan import Plan, plan
+from shardplug.memory.plan_picture import draw_plan
+from shardplug.memory.report import accelerate_yaml, as_dict, as_text, lightning_line
+from shardplug.memory.request import Request
 from shardplug.memory.row import BOOK_KINDS, KINDS, PHASES, TIER_KINDS, MemoryRow
 from shardplug.memory.sinks import JsonlSink, Sink, read_jsonl
 from shardplug.memory.tracker import MemoryTracker
+from shardplug.memory.walk import PLAN_KINDS, Moved, Point, Walk
 from shardplug.memory.wandb_sink import WandbSink
 
 __all__ = [
     "BOOK_KINDS",
     "KINDS",
+    "OPTIMIZERS",
     "PHASES",
     "TIER_KINDS",
+    "PLAN_KINDS",
+    "Choice",
+    "CountedAllocations",
     "ElementBytes",
     "JsonlSink",
+    "Machine",
     "MemoryRow",
     "MemoryTracker",
     "Moment",
+    "Moved",
+    "OptimizerKind",
     "ParameterSize",
+    "Plan",
     "PngSink",
+    "Point",
+    "Request",
+    "Room",
     "Sink",
     "StateBytes",
+    "StepTime",
+    "Walk",
     "WandbSink",
+    "accelerate_yaml",
+    "as_dict",
+    "as_text",
     "bytes_per_parameter",
+    "draw_plan",
     "draw_png",
+    "lightning_line",
     "model_states",
     "paper_bytes",
+    "plan",
     "read_jsonl",
 ]

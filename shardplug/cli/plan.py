@@ -1,0 +1,120 @@
+"""Say which settings will fit, before anything is launched.
+
+MODEL is the path of a config.json or of a folder that has one, or a hub id, of which only the
+configuration is downloaded. Every stage and tier is listed, the fastest that fits first.
+Exit code 0: something fits. 1: nothing does; what would is said. 2: bad use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from shardplug.errors import ShardplugError
+from shardplug.memory import (
+    OPTIMIZERS,
+    Machine,
+    Plan,
+    accelerate_yaml,
+    as_dict,
+    as_text,
+    draw_plan,
+    lightning_line,
+    plan,
+)
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="config.json, folder or hub id")
+    add("--devices", type=int, required=True, help="devices of one node")
+    add("--nodes", type=int, default=1, help="nodes (default 1)")
+    add("--device_memory", type=float, required=True, metavar="GIB", help="of one device")
+    add("--host_memory", type=float, metavar="GIB", help="of one node")
+    add("--nvme", type=float, metavar="GIB", help="room on one node's disks")
+    add("--seq_length", type=int, help="tokens of a sequence")
+    add("--micro_batch", type=int, default=1, help="samples per device (default 1)")
+    add("--accumulate", type=int, help="micro-batches per optimizer step (default 1)")
+    add("--global_batch", type=int, help="samples per optimizer step, instead of --accumulate")
+    add("--precision", default="bf16-mixed", help="as in Lightning (default bf16-mixed)")
+    add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (default adamw)")
+    add(
+        "--checkpointing",
+        choices=("on", "off", "both"),
+        default="both",
+        help="activation checkpointing (default both)",
+    )
+    add("--stage", type=int, choices=(1, 2, 3), help="look at one stage only")
+    add("--replicate_size", type=int, default=1, help="replicas of HSDP (default 1)")
+    add("--loop", choices=("lightning", "accelerate", "pytorch"), default="lightning")
+    add("--cpu", action="store_true", help="plan for CPU ranks")
+    for field, meaning in (
+        ("tflops", "10^12 operations per second and device that training reaches"),
+        ("link_gb_s", "GB per second from a device to others of its node"),
+        ("node_link_gb_s", "GB per second from a device to other nodes"),
+        ("host_gb_s", "GB per second between a device and its host"),
+        ("nvme_gb_s", "GB per second between a node and its disks"),
+    ):
+        default = getattr(Machine(), field)
+        add(f"--{field}", type=float, default=default, help=f"{meaning} (default {default:g})")
+    add("--json", action="store_true", help="print JSON")
+    add("--auto", action="store_true", help="print the configuration of the best choice")
+    add("--picture", type=Path, metavar="PNG", help="draw the predicted curve")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print, and return the exit code."""
+    try:
+        found = _plan(arguments)
+    except ShardplugError as error:
+        print(f"shardplug: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if arguments.picture is not None:
+        draw_plan(found, arguments.picture)
+    if arguments.json:
+        print(json.dumps(as_dict(found), indent=1))
+    elif not arguments.auto or found.best is None:
+        print(as_text(found))
+    if arguments.auto and found.best is not None:
+        print(f"# Lightning\n{lightning_line(found, found.best)}\n")
+        print(
+            f"# Accelerate: a file for accelerate launch --config_file\n"
+            f"{accelerate_yaml(found, found.best)}"
+        )
+    return 0 if found.fits else 1
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    checkpointing = {"on": True, "off": False, "both": None}[arguments.checkpointing]
+    machine = Machine(
+        tflops=arguments.tflops,
+        link_gb_s=arguments.link_gb_s,
+        node_link_gb_s=arguments.node_link_gb_s,
+        host_gb_s=arguments.host_gb_s,
+        nvme_gb_s=arguments.nvme_gb_s,
+    )
+    return plan(
+        arguments.model,
+        devices=arguments.devices,
+        nodes=arguments.nodes,
+        device_memory_gib=arguments.device_memory,
+        host_memory_gib=arguments.host_memory,
+        nvme_gib=arguments.nvme,
+        seq_length=arguments.seq_length,
+        micro_batch=arguments.micro_batch,
+        accumulate=arguments.accumulate,
+        global_batch=arguments.global_batch,
+        precision=arguments.precision,
+        optimizer=arguments.optimizer,
+        activation_checkpointing=checkpointing,
+        stage=arguments.stage,
+        replicate_size=arguments.replicate_size,
+        device="cpu" if arguments.cpu else "cuda",
+        loop=arguments.loop,
+        machine=machine,
+    )

@@ -1,0 +1,99 @@
+"""What the reader of a plan should know, and what would fit where nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from shardplug.memory.choices import GIB, Choice, evaluate
+from shardplug.memory.costs import Machine
+from shardplug.memory.request import Request
+from shardplug.memory.segments import Segments
+from shardplug.memory.work import Work
+
+__all__ = ["advice", "notes"]
+
+
+def notes(request: Request, work: Work) -> Iterable[str]:
+    if work.failure:
+        yield (
+            "The model could not be traced, so activations are a formula's and may be off by a "
+            f"factor of 2 ({work.failure})."
+        )
+    if not work.settings.keep_outputs:
+        yield (
+            "The model's outputs are taken to go before the backward; a loop that keeps them "
+            "holds the logits longer (keep_outputs)."
+        )
+    if request.device == "cuda":
+        yield (
+            f"{request.room.reserve_gib:g} GiB of each device are set aside for the driver and the "
+            f"collectives, and {request.room.slack_share:.0%} of what comes and goes in a step for "
+            "the caching allocator."
+        )
+
+
+def advice(
+    request: Request,
+    work: Work,
+    ranked: Sequence[Choice],
+    pieces: dict[bool, Segments],
+    machine: Machine,
+) -> Iterable[str]:
+    """Say what would fit, the least change first."""
+    usable = [choice for choice in ranked if not choice.unavailable]
+    if not usable:
+        return
+    least = min(usable, key=lambda choice: choice.over)
+    need = least.device / GIB + request.room.reserve_gib
+    yield (
+        f"The least that this version can do is {least.name}: {need:.1f} GiB per device, "
+        f"{least.over / GIB:.1f} GiB more than there are."
+    )
+    tiered = next((c for c in ranked if c.fits and c.unavailable), None)
+    if tiered is not None:
+        yield f"{tiered.name} would fit: {tiered.unavailable}."
+    work_bytes = least.walk.peak.held["optimizer_work"]
+    if work_bytes > GIB // 10:
+        yield (
+            f"The optimizer's step needs {work_bytes / GIB:.1f} GiB for a moment: a fused one "
+            f"(torch.optim.AdamW(..., fused=True); plan with {work.setup.optimizer.name}_fused) "
+            "does without."
+        )
+    if request.micro_batch > 1:
+        yield f"A smaller micro-batch than {request.micro_batch} holds less; accumulate instead."
+    more = _enough_nodes(request, work, least, pieces, machine)
+    if more is not None:
+        yield f"{more * request.devices} devices of this size would do, with {least.name}."
+    else:
+        yield "More devices do not help: a shorter sequence would, or devices with more memory."
+
+
+def _enough_nodes(
+    request: Request,
+    work: Work,
+    least: Choice,
+    pieces: dict[bool, Segments],
+    machine: Machine,
+) -> int | None:
+    """Nodes at which the smallest choice fits, found by doubling; None where they do not help."""
+    nodes = request.nodes
+    for _ in range(8):
+        nodes *= 2
+        setup = replace(work.setup, shards=work.setup.shards * nodes // request.nodes)
+        found = evaluate(
+            work.placed.layout,
+            pieces[least.activation_checkpointing],
+            setup,
+            stage=least.stage,
+            tiers=(least.offload_optimizer, least.offload_params),
+            checkpointing=least.activation_checkpointing,
+            flops=0,
+            room=request.room,
+            machine=machine,
+            devices=request.devices,
+            nodes=nodes,
+        )
+        if found.fits:
+            return nodes
+    return None
