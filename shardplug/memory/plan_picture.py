@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ _COLORS = {
     "activations": "#BBBBBB",
     "logits_and_loss": "#CC79A7",
 }
+_VISIBLE = 0.002  # of the peak
 _LABELS = {
     "buffers": "model buffers",
     "master_shards": "master shards",
@@ -56,15 +58,15 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], choice: Choice | None = 
     from matplotlib.figure import Figure
 
     choice = choice or plan.best or plan.choices[0]
-    points = [p for p in choice.walk.points if p.phase != "rest"]
-    points = [points[0], *points, choice.walk.points[-1]]
+    points = _widened(choice.walk.points)
     figure = Figure(figsize=(12, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     places = range(len(points))
     low = [0.0] * len(points)
     for kind in _COLORS:
-        if not any(point.held[kind] for point in points):
+        if max(p.held[kind] for p in points) < _VISIBLE * choice.walk.peak.total:
+            low = [below + p.held[kind] / GIB for below, p in zip(low, points, strict=True)]
             continue
         high = [below + p.held[kind] / GIB for below, p in zip(low, points, strict=True)]
         axes.fill_between(
@@ -75,13 +77,14 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], choice: Choice | None = 
     _draw_limits(axes, plan, choice, max(low))
     _draw_phases(axes, points)
     peak = choice.walk.peak
-    at = points.index(peak)
+    at = points.index(peak) - 0.5  # an area reaches from the event before
     axes.annotate(
         f"peak {peak.total / GIB:.3g} GiB\n{peak.phase} {peak.unit}",
         (at, peak.total / GIB),
         xytext=(0, 6),
         textcoords="offset points",
         ha="center",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
     axes.set_xlim(0, len(points) - 1)
     axes.set_ylabel("memory of one rank, GiB")
@@ -104,14 +107,23 @@ def _draw_limits(axes: Axes, plan: Plan, choice: Choice, top: float) -> None:
 def _draw_phases(axes: Axes, points: list[Point]) -> None:
     """Name the phases below the axis, where each begins."""
     starts = [0]
-    for index in range(1, len(points)):
+    for index in range(2, len(points)):
         before, now = points[index - 1], points[index]
         if (before.phase, before.micro_batch) != (now.phase, now.micro_batch):
-            starts.append(index - 1 if now.phase in ("step", "rest") else index)
-    names = [points[min(start + 1, len(points) - 1)].phase for start in starts]
+            starts.append(index - 1)
+    names = [points[start + 1].phase for start in starts]
     for start in starts[1:]:
         axes.axvline(start, color="0.3", linewidth=0.5, linestyle=":")
     axes.set_xticks(starts, names, ha="left")
+
+
+def _widened(points: Sequence[Point]) -> list[Point]:
+    """Give the step and the rest, one event each, a width that can be seen."""
+    width = max(2, len(points) // 20)
+    found = [points[0]]
+    for point in points:
+        found += [point] * (width if point.phase in ("step", "rest") else 1)
+    return found
 
 
 assert set(_COLORS) == set(PLAN_KINDS)
