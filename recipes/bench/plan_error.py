@@ -3,10 +3,10 @@
     python recipes/bench/plan_error.py --ranks 2 --size small
     python recipes/bench/plan_error.py --ranks 2 --size full --micro_batch 1
 
-A Llama (full: 25 M parameters, small: 6 M), a vision transformer, and a Llama whose base is frozen under low-rank
-adapters, at stages 1 to 3, with and without activation checkpointing, micro-batch 1 and 4 and
-sequences of 128 and 512. Each case trains two steps with AdamW; the peak is that of the second,
-on rank 0, counted at torch's CPU allocator from before the model is built.
+A Llama (full: 25 M parameters, small: 6 M), a vision transformer, and a Llama whose base is
+frozen under low-rank adapters, at stages 1 to 3, with and without activation checkpointing,
+micro-batch 1 and 4 and sequences of 128 and 512. Each case trains two steps with AdamW; the peak
+is that of the second, on rank 0, counted at torch's CPU allocator from before the model is built.
 """
 
 from __future__ import annotations
