@@ -33,6 +33,7 @@ __all__ = [
     "drop_unreduced_gradients",
     "fused_attention_on_cpu",
     "gathered_tensors",
+    "gathered_units",
     "gradient_tensors",
     "guard_partial_reads",
     "has_unreduced_gradients",
@@ -585,3 +586,8 @@ def attention_by_kernel(
 def is_read_of_value(func: Any) -> bool:
     """Whether a dispatched operation reads one number out of a tensor, as `.item()` does."""
     return func is torch.ops.aten._local_scalar_dense.default
+
+
+def gathered_units(root: nn.Module) -> list[str]:
+    """Return the names of the units whose parameters are whole at the moment."""
+    return [name for name, group in unit_groups(root) if group.is_unsharded]

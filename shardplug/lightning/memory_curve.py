@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardplug.errors import ConfigError
+from shardplug.memory.curve import Walk
 from shardplug.memory.picture import PngSink
+from shardplug.memory.plan_sink import PlanSink
 from shardplug.memory.sinks import JsonlSink, Sink
 from shardplug.memory.tracker import MemoryTracker
 from shardplug.memory.wandb_sink import WandbSink
@@ -35,6 +37,7 @@ class _MemoryCurve:
         every_n_steps: int = 1,
         picture: bool = True,
         log: bool = True,
+        plan: Walk | None = None,
     ) -> None:
         """Prepare the callback.
 
@@ -44,6 +47,8 @@ class _MemoryCurve:
             picture: Whether to draw the picture, which needs matplotlib.
             log: Whether to show memory_gib and peak_gib, the highest of all ranks in the last
                 logged step, in the progress bar.
+            plan: What was planned for this run, `shardplug.memory.plan(...).best.walk`: measured
+                is then held against it (`shardplug.memory.PlanSink`).
 
         Raises:
             ConfigError: If `every_n_steps` is below 1.
@@ -54,6 +59,7 @@ class _MemoryCurve:
         self.every_n_steps = every_n_steps
         self.picture = picture
         self.log_memory = log
+        self.plan = plan
         self.jsonl_path: Path | None = None
         """File of the rows, known once a fit has started."""
         self.png_path: Path | None = None
@@ -92,6 +98,9 @@ class _MemoryCurve:
                 f"{engine.device.type}"
             )
             sinks.append(PngSink(self.png_path, title=title))
+        if self.plan is not None:
+            exact = engine.device.type != "cpu"
+            sinks.append(PlanSink(self.plan, folder, compare_peak=exact, picture=self.picture))
         if trainer.is_global_zero:
             logger_class = importlib.import_module(f"{self._namespace}.loggers").WandbLogger
             # Lightning's logger passes no step to W&B, so a row of our own costs it none.

@@ -12,16 +12,18 @@ from shardplug.memory.account import (
 from shardplug.memory.choices import Choice, Room
 from shardplug.memory.costs import Machine, StepTime
 from shardplug.memory.counted import CountedAllocations
+from shardplug.memory.curve import PLAN_KINDS, Moved, Point, Walk
+from shardplug.memory.oom import explained_oom, is_out_of_memory, oom_report
 from shardplug.memory.optimizers import OPTIMIZERS, OptimizerKind
 from shardplug.memory.picture import PngSink, draw_png
 from shardplug.memory.plan import Plan, plan
 from shardplug.memory.plan_picture import draw_plan
+from shardplug.memory.plan_sink import PlanSink, draw_comparison
 from shardplug.memory.report import accelerate_yaml, as_dict, as_text, lightning_line
 from shardplug.memory.request import Request
 from shardplug.memory.row import BOOK_KINDS, KINDS, PHASES, TIER_KINDS, MemoryRow
 from shardplug.memory.sinks import JsonlSink, Sink, read_jsonl
 from shardplug.memory.tracker import MemoryTracker
-from shardplug.memory.walk import PLAN_KINDS, Moved, Point, Walk
 from shardplug.memory.wandb_sink import WandbSink
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "OptimizerKind",
     "ParameterSize",
     "Plan",
+    "PlanSink",
     "PngSink",
     "Point",
     "Request",
@@ -56,10 +59,14 @@ __all__ = [
     "as_dict",
     "as_text",
     "bytes_per_parameter",
+    "draw_comparison",
     "draw_plan",
     "draw_png",
+    "explained_oom",
+    "is_out_of_memory",
     "lightning_line",
     "model_states",
+    "oom_report",
     "paper_bytes",
     "plan",
     "read_jsonl",

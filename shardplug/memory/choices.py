@@ -10,9 +10,10 @@ from shardplug.config import Tier, ZeroConfig
 from shardplug.core.stage import STAGES
 from shardplug.errors import ConfigError
 from shardplug.memory.costs import Machine, StepTime
+from shardplug.memory.curve import Setup, Walk
 from shardplug.memory.layout import Layout
 from shardplug.memory.segments import Segments
-from shardplug.memory.walk import Setup, Walk, walk
+from shardplug.memory.walk import walk
 
 __all__ = ["Choice", "Room", "evaluate", "rank", "tiers_of"]
 

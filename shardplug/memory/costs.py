@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardplug.errors import ConfigError
-from shardplug.memory.walk import Moved
+from shardplug.memory.curve import Moved
 
 __all__ = ["Machine", "StepTime"]
 

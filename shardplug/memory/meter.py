@@ -59,6 +59,13 @@ def make_meter(device: torch.device, books_bytes: int) -> Meter:
         return _BooksMeter()
 
 
+def read_total(device: torch.device) -> int | None:
+    """Return what the device's allocator has handed out; None on a CPU, where no one knows."""
+    if device.type == "cpu":
+        return None
+    return int(torch.get_device_module(device).memory_allocated(device))
+
+
 class _AllocatorMeter:
     """Reads the caching allocator of a GPU; exact, and counts from zero."""
 

@@ -17,13 +17,13 @@ from shardplug.memory.advice import advice, notes
 from shardplug.memory.attention import describe
 from shardplug.memory.choices import Choice, evaluate, rank, tiers_of
 from shardplug.memory.costs import Machine
+from shardplug.memory.curve import Setup
 from shardplug.memory.layout import Layout, place
 from shardplug.memory.optimizers import OptimizerKind, optimizer_kind
 from shardplug.memory.request import PRECISIONS, Loop, Request, accumulation, check_ranks, room_of
 from shardplug.memory.segments import cut
 from shardplug.memory.source import build_from_config, make_batch
 from shardplug.memory.trace import TraceSettings
-from shardplug.memory.walk import Setup
 from shardplug.memory.work import Work
 
 __all__ = ["Plan", "plan"]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardplug.memory.choices import GIB, Choice
+from shardplug.memory.curve import PLAN_KINDS, Point
 from shardplug.memory.picture import save_figure
 from shardplug.memory.plan import Plan
-from shardplug.memory.walk import PLAN_KINDS, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_plan"]
 
 # From what rests at the bottom to what comes and goes at the top, as in the measured curves.
-_COLORS = {
+COLORS = {
     "buffers": "#999999",
     "master_shards": "#0072B2",
     "optimizer_state": "#009E73",
@@ -30,7 +30,7 @@ _COLORS = {
     "logits_and_loss": "#CC79A7",
 }
 _VISIBLE = 0.002  # of the peak
-_LABELS = {
+LABELS = {
     "buffers": "model buffers",
     "master_shards": "master shards",
     "optimizer_state": "optimizer state",
@@ -64,13 +64,13 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], choice: Choice | None = 
     axes = figure.subplots()
     places = range(len(points))
     low = [0.0] * len(points)
-    for kind in _COLORS:
+    for kind in COLORS:
         if max(p.held[kind] for p in points) < _VISIBLE * choice.walk.peak.total:
             low = [below + p.held[kind] / GIB for below, p in zip(low, points, strict=True)]
             continue
         high = [below + p.held[kind] / GIB for below, p in zip(low, points, strict=True)]
         axes.fill_between(
-            places, low, high, step="pre", color=_COLORS[kind], label=_LABELS[kind], linewidth=0
+            places, low, high, step="pre", color=COLORS[kind], label=LABELS[kind], linewidth=0
         )
         low = high
     axes.step(places, low, where="pre", color="black", linewidth=0.6, label="total")
@@ -126,4 +126,4 @@ def _widened(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-assert set(_COLORS) == set(PLAN_KINDS)
+assert set(COLORS) == set(PLAN_KINDS)

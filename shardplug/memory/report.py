@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardplug.memory.choices import GIB, Choice
+from shardplug.memory.curve import PLAN_KINDS
 from shardplug.memory.plan import Plan
-from shardplug.memory.walk import PLAN_KINDS
 
 __all__ = ["accelerate_yaml", "as_dict", "as_text", "lightning_line"]
 

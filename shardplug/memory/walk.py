@@ -15,98 +15,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from shardplug.core.stage import Stage
+from shardplug.memory.curve import PLAN_KINDS, Moved, Point, Setup, Walk
 from shardplug.memory.layout import Layout
-from shardplug.memory.optimizers import OptimizerKind
+from shardplug.memory.recorder import Mark
 from shardplug.memory.segments import Segment, Segments
-from shardplug.memory.trace import Mark
+from shardplug.memory.unit_sizes import UnitSizes, master_width, unit_sizes
 
-__all__ = ["PLAN_KINDS", "Moved", "Point", "Setup", "Walk", "walk"]
-
-PLAN_KINDS = (
-    "master_shards",
-    "gathered",
-    "gradients",
-    "optimizer_state",
-    "activations",
-    "logits_and_loss",
-    "communication",
-    "optimizer_work",
-    "buffers",
-)
-"""Kinds of tensors on the device, in the order they are drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a walk depends on besides the model and its trace."""
-
-    stage: Stage
-    shards: int
-    replicas: int = 1
-    shard: int = 0
-    """Which shard: the first is never smaller than another."""
-    accumulate: int = 1
-    prefetch: int = 1
-    device: str = "cuda"
-    optimizer: OptimizerKind = OptimizerKind()
-    stale_gradients: bool = False
-    """Whether `zero_grad` comes between forward and backward, as in Lightning."""
-    state_away: bool = False
-    """Whether optimizer state, and the gradients it needs, live off the device."""
-    masters_away: bool = False
-    """Whether master shards live off the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The most that was held between two events of the schedule."""
-
-    phase: str
-    """"forward", "backward", "step" or "rest"."""
-    unit: str
-    """The unit whose event ended the stretch."""
-    micro_batch: int
-    held: dict[str, int]
-    """Bytes by kind, of `PLAN_KINDS`, at the moment of the stretch's largest total."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of all kinds."""
-        return sum(self.held.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Bytes that one rank sends per optimizer step, as section 7 of the ZeRO paper counts."""
-
-    gathers: int
-    reductions: int
-    replicas: int
-    """All-reduces of gradient shards between replicas."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of all kinds."""
-        return self.gathers + self.reductions + self.replicas
-
-
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """The predicted curve of one optimizer step in steady state."""
-
-    points: tuple[Point, ...]
-    phases: dict[str, dict[str, int]]
-    """Bytes by kind at the ends of the phases: "after_forward", "after_backward_between",
-    "after_backward", "after_step", "at_rest"."""
-    moved: Moved
-
-    @property
-    def peak(self) -> Point:
-        """The largest point."""
-        return max(self.points, key=lambda point: point.total)
+__all__ = ["walk"]
 
 
 def walk(layout: Layout, segments: Segments, setup: Setup) -> Walk:
@@ -128,7 +44,7 @@ class _Walker:
         self._layout = layout
         self._segments = segments
         self._setup = setup
-        self._sizes = [_unit_sizes(layout, unit, setup) for unit in range(len(layout.units))]
+        self._sizes = [unit_sizes(layout, unit, setup) for unit in range(len(layout.units))]
         self._order = list(layout.blocks)
         self._ahead = setup.device == "cpu" and setup.prefetch > 0
         self._held: Counter[str] = Counter(dict.fromkeys(PLAN_KINDS, 0))
@@ -222,7 +138,7 @@ class _Walker:
             for p in layout.parameters
             if p.trainable
         )
-        whole = sum(layout.parameters[i].numel * _width(layout, i) for i in layout.replicated)
+        whole = sum(layout.parameters[i].numel * master_width(layout, i) for i in layout.replicated)
         self._add("master_shards", (0 if setup.masters_away else masters) + whole)
         self._add("optimizer_state", 0 if setup.state_away else state)
         self._add("buffers", layout.buffer_bytes)
@@ -230,7 +146,7 @@ class _Walker:
     def _replicated_gradients(self) -> int:
         layout = self._layout
         return sum(
-            layout.parameters[i].numel * _width(layout, i)
+            layout.parameters[i].numel * master_width(layout, i)
             for i in layout.replicated
             if layout.parameters[i].trainable
         )
@@ -251,7 +167,8 @@ class _Walker:
                 self._gradient(number, segment.size)
                 continue
             elif mark is Mark.LOSS:
-                phases.setdefault("after_forward", dict(self._held))
+                key = "after_forward_later" if self._micro else "after_forward"
+                phases[key] = dict(self._held)
                 self._phase = "backward"
                 if stale and self._setup.stale_gradients:
                     self._held["gradients"] -= stale
@@ -420,7 +337,7 @@ class _Walker:
             whole[parameter] = plan.numel * dtype.itemsize
             self._add("gradients", whole[parameter])
 
-    def _reduce(self, unit: int, size: _UnitSizes, grads: int) -> None:
+    def _reduce(self, unit: int, size: UnitSizes, grads: int) -> None:
         setup = self._setup
         self._held["communication"] -= self._kept_input
         self._kept_input = 0
@@ -466,47 +383,3 @@ class _Walker:
         self._forward_order.clear()
         # What is left is the batch, which the next one replaces.
         self._held["activations"] = self._held["logits_and_loss"] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _UnitSizes:
-    """Bytes of one unit under a setup."""
-
-    masters: int
-    master_trained: int
-    gathered: int
-    cast: int
-    """The flat copy in the computation's dtype that a gather starts from."""
-    each: tuple[tuple[int, int], ...]
-    """(cast, gathered) of each parameter, on one rank."""
-    reduce_input: int
-    reduce_width: int
-    master_width: int
-
-
-def _width(layout: Layout, parameter: int) -> int:
-    return layout.parameters[parameter].master.itemsize
-
-
-def _unit_sizes(layout: Layout, number: int, setup: Setup) -> _UnitSizes:
-    shards = setup.shards
-    plans = [layout.parameters[index] for index in layout.units[number].parameters]
-    shard = [(plan, plan.padded(shards)) for plan in plans]
-    trained = [(plan, n) for plan, n in shard if plan.trainable]
-    reduce = layout.reduce or (trained[0][0].compute if trained else None)
-    return _UnitSizes(
-        masters=sum(n * plan.master.itemsize for plan, n in shard),
-        master_trained=sum(n * plan.master.itemsize for plan, n in trained),
-        gathered=sum(n * shards * plan.compute.itemsize for plan, n in shard),
-        cast=sum(n * plan.compute.itemsize for plan, n in shard if plan.compute != plan.master),
-        each=tuple(
-            (
-                n * plan.compute.itemsize if plan.compute != plan.master else 0,
-                n * plan.compute.itemsize,
-            )
-            for plan, n in shard
-        ),
-        reduce_input=sum(n * shards for _, n in trained) * (reduce.itemsize if reduce else 0),
-        reduce_width=reduce.itemsize if reduce else 1,
-        master_width=trained[0][0].master.itemsize if trained else 1,
-    )

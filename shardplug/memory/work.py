@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from shardplug.errors import ModelError
+from shardplug.memory.curve import Setup
 from shardplug.memory.estimate import estimated_trace
 from shardplug.memory.layout import Placed
 from shardplug.memory.repeat import trace_model
 from shardplug.memory.trace import Trace, TraceSettings
-from shardplug.memory.walk import Setup
 
 __all__ = ["Work"]
 

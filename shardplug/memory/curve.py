@@ -1,0 +1,94 @@
+"""What a walk is asked for, and the curve it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardplug.core.stage import Stage
+from shardplug.memory.optimizers import OptimizerKind
+
+__all__ = ["PLAN_KINDS", "Moved", "Point", "Setup", "Walk"]
+
+PLAN_KINDS = (
+    "master_shards",
+    "gathered",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "logits_and_loss",
+    "communication",
+    "optimizer_work",
+    "buffers",
+)
+"""Kinds of tensors on the device, in the order they are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a walk depends on besides the model and its trace."""
+
+    stage: Stage
+    shards: int
+    replicas: int = 1
+    shard: int = 0
+    """Which shard: the first is never smaller than another."""
+    accumulate: int = 1
+    prefetch: int = 1
+    device: str = "cuda"
+    optimizer: OptimizerKind = OptimizerKind()
+    stale_gradients: bool = False
+    """Whether `zero_grad` comes between forward and backward, as in Lightning."""
+    state_away: bool = False
+    """Whether optimizer state, and the gradients it needs, live off the device."""
+    masters_away: bool = False
+    """Whether master shards live off the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The most that was held between two events of the schedule."""
+
+    phase: str
+    """"forward", "backward", "step" or "rest"."""
+    unit: str
+    """The unit whose event ended the stretch."""
+    micro_batch: int
+    held: dict[str, int]
+    """Bytes by kind, of `PLAN_KINDS`, at the moment of the stretch's largest total."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.held.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that one rank sends per optimizer step, as section 7 of the ZeRO paper counts."""
+
+    gathers: int
+    reductions: int
+    replicas: int
+    """All-reduces of gradient shards between replicas."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return self.gathers + self.reductions + self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The predicted curve of one optimizer step in steady state."""
+
+    points: tuple[Point, ...]
+    phases: dict[str, dict[str, int]]
+    """Bytes by kind at the ends of the phases: "after_forward" of the first micro-batch and
+    "after_forward_later" of the last; "after_backward_between" micro-batches and "after_backward"
+    of the last; "after_step", "at_rest"."""
+    moved: Moved
+
+    @property
+    def peak(self) -> Point:
+        """The largest point."""
+        return max(self.points, key=lambda point: point.total)

@@ -1,0 +1,96 @@
+"""A run held against its plan: what is said when it exceeds it, and when it grows."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardplug.errors import ConfigError
+from shardplug.memory import BOOK_KINDS, MemoryRow, PlanSink, Walk, draw_comparison, plan
+from shardplug.memory.plan_sink import predicted_books
+from tests.support.models import TinyLM
+
+
+@pytest.fixture(scope="module")
+def walk() -> Walk:
+    found = plan(
+        TinyLM(width=256, hidden=2048),
+        devices=2,
+        device_memory_gib=4,
+        batch=torch.empty(2, 9, dtype=torch.int64, device="meta"),
+        stage=3,
+        activation_checkpointing=False,
+        offload=False,
+    )
+    return found.choices[0].walk
+
+
+def _rows(walk: Walk, step: int, **changes: int) -> list[MemoryRow]:
+    """Rows as planned, but for the changes."""
+    rows = []
+    numbers = {field.name: 0 for field in dataclasses.fields(MemoryRow)}
+    for phase, books in predicted_books(walk).items():
+        planned = {f"{kind}_bytes": books[kind] for kind in BOOK_KINDS}
+        values = {**numbers, **planned, "peak_bytes": walk.peak.total, **changes}
+        rows.append(MemoryRow(**{**values, "step": step, "phase": phase, "rank": 0}))
+    return rows
+
+
+def _said(sink: PlanSink, steps: list[list[MemoryRow]]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in steps:
+            sink.write(rows)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_run_as_planned_says_nothing(walk: Walk, tmp_path: Path) -> None:
+    sink = PlanSink(walk, tmp_path)
+    assert _said(sink, [_rows(walk, step) for step in range(1, 40)]) == []
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_a_kind_above_its_plan_is_named_once(walk: Walk, tmp_path: Path) -> None:
+    sink = PlanSink(walk, tmp_path, picture=False)
+    steps = [_rows(walk, step, gradients_bytes=2**30) for step in (1, 2)]
+    (message,) = _said(sink, steps)
+    assert "gradients of rank 0 after forward of step 1 is 1 GiB" in message
+
+
+def test_a_peak_above_its_plan_is_named(walk: Walk, tmp_path: Path) -> None:
+    steps = [_rows(walk, 1, peak_bytes=2 * walk.peak.total)]
+    (message,) = _said(PlanSink(walk, tmp_path, picture=False), steps)
+    assert "The peak of rank 0" in message and walk.peak.phase in message
+    assert _said(PlanSink(walk, tmp_path, compare_peak=False, picture=False), steps) == []
+
+
+def test_steady_growth_is_a_leak(walk: Walk, tmp_path: Path) -> None:
+    sink = PlanSink(walk, tmp_path, picture=False)
+    steps = [_rows(walk, step, other_bytes=step * 2**20) for step in range(1, 40)]
+    (message,) = _said(sink, steps)
+    assert "has grown with each of the last 20 logged steps" in message
+    assert "most of it other" in message
+
+
+def test_memory_that_goes_up_and_down_is_no_leak(walk: Walk, tmp_path: Path) -> None:
+    steps = [_rows(walk, step, other_bytes=step % 5 * 2**20) for step in range(1, 60)]
+    assert _said(PlanSink(walk, tmp_path, picture=False), steps) == []
+
+
+def test_the_picture_has_both(walk: Walk, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sink = PlanSink(walk, tmp_path)
+    sink.write(_rows(walk, 1))
+    sink.close()
+    assert (tmp_path / "plan.png").stat().st_size > 20_000
+    with pytest.raises(ConfigError, match="got none"):
+        draw_comparison([], walk, tmp_path / "none.png")
+
+
+def test_a_negative_share_is_refused(walk: Walk, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="alert_share >= 0"):
+        PlanSink(walk, tmp_path, alert_share=-1)
