@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="config.json, folder or hub id")
     add("--devices", type=int, required=True, help="devices of one node")
     add("--nodes", type=int, default=1, help="nodes (default 1)")
-    add("--device_memory", type=float, required=True, metavar="GIB", help="of one device")
-    add("--host_memory", type=float, metavar="GIB", help="of one node")
+    add("--device-memory", type=float, required=True, metavar="GIB", help="of one device")
+    add("--host-memory", type=float, metavar="GIB", help="of one node")
     add("--nvme", type=float, metavar="GIB", help="room on one node's disks")
-    add("--seq_length", type=int, help="tokens of a sequence")
-    add("--micro_batch", type=int, default=1, help="samples per device (default 1)")
+    add("--seq-length", type=int, help="tokens of a sequence")
+    add("--micro-batch", type=int, default=1, help="samples per device (default 1)")
     add("--accumulate", type=int, help="micro-batches per optimizer step (default 1)")
-    add("--global_batch", type=int, help="samples per optimizer step, instead of --accumulate")
+    add("--global-batch", type=int, help="samples per optimizer step, instead of --accumulate")
     add("--precision", default="bf16-mixed", help="as in Lightning (default bf16-mixed)")
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (default adamw)")
     add(
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="activation checkpointing (default both)",
     )
     add("--stage", type=int, choices=(1, 2, 3), help="look at one stage only")
-    add("--replicate_size", type=int, default=1, help="replicas of HSDP (default 1)")
+    add("--replicate-size", type=int, default=1, help="replicas of HSDP (default 1)")
     add("--loop", choices=("lightning", "accelerate", "pytorch"), default="lightning")
     add("--cpu", action="store_true", help="plan for CPU ranks")
     for field, meaning in (
@@ -61,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("nvme_gb_s", "GB per second between a node and its disks"),
     ):
         default = getattr(Machine(), field)
-        add(f"--{field}", type=float, default=default, help=f"{meaning} (default {default:g})")
+        add(
+            f"--{field.replace('_', '-')}",
+            type=float,
+            default=default,
+            help=f"{meaning} (default {default:g})",
+        )
     add("--json", action="store_true", help="print JSON")
     add("--auto", action="store_true", help="print the configuration of the best choice")
     add("--picture", type=Path, metavar="PNG", help="draw the predicted curve")

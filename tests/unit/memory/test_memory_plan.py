@@ -323,7 +323,7 @@ def config_file(tmp_path: Path) -> str:
 
 
 def test_the_command_prints_a_table(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = _command(config_file, "--devices", "2", "--device_memory", "8", "--seq_length", "16")
+    code = _command(config_file, "--devices", "2", "--device-memory", "8", "--seq-length", "16")
     text = capsys.readouterr().out
     assert code == 0
     assert "* zero" in text and "the fastest that fits" in text and "ZeRO paper" in text
@@ -336,7 +336,7 @@ def test_the_command_prints_json_and_a_picture(
     picture = tmp_path / "new" / "plan.png"
     code = _command(
         str(Path(config_file).parent),
-        *("--devices", "2", "--device_memory", "8", "--seq_length", "16", "--json"),
+        *("--devices", "2", "--device-memory", "8", "--seq-length", "16", "--json"),
         *("--picture", str(picture)),
     )
     found = json.loads(capsys.readouterr().out)
@@ -348,7 +348,7 @@ def test_the_command_prints_the_configuration(
     config_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     yaml = pytest.importorskip("yaml")
-    common = (config_file, "--devices", "4", "--device_memory", "8", "--seq_length", "16")
+    common = (config_file, "--devices", "4", "--device-memory", "8", "--seq-length", "16")
     assert _command(*common, "--auto", "--accumulate", "2", "--checkpointing", "on") == 0
     lightning, _, accelerate = capsys.readouterr().out.partition("# Accelerate")
     assert "activation_checkpointing=True" in lightning
@@ -373,10 +373,10 @@ def test_the_printed_lightning_line_can_be_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--device_memory", "0"), 2, "above 0"),
-        (("--device_memory", "8", "--devices", "1000000"), 2, "as many ranks as parameters"),
-        (("--device_memory", "8", "--global_batch", "3"), 2, "cannot be split"),
-        (("--device_memory", "1.00001"), 1, ""),
+        (("--device-memory", "0"), 2, "above 0"),
+        (("--device-memory", "8", "--devices", "1000000"), 2, "as many ranks as parameters"),
+        (("--device-memory", "8", "--global-batch", "3"), 2, "cannot be split"),
+        (("--device-memory", "1.00001"), 1, ""),
     ],
 )
 def test_exit_codes(
@@ -386,7 +386,7 @@ def test_exit_codes(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = _command(config_file, "--devices", "2", "--seq_length", "16", *arguments)
+    found = _command(config_file, "--devices", "2", "--seq-length", "16", *arguments)
     printed = capsys.readouterr()
     assert found == code
     assert message in printed.err
@@ -397,7 +397,7 @@ def test_a_model_that_cannot_be_reached_says_how_to_give_a_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("transformers")
-    code = _command("nobody/nothing", "--devices", "2", "--device_memory", "8")
+    code = _command("nobody/nothing", "--devices", "2", "--device-memory", "8")
     assert code == 2
     assert "give the path of that file" in capsys.readouterr().err
 
