@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shardplug",
-        description="Sharded training (ZeRO) on PyTorch: look into checkpoints, export weights.",
+        description="Sharded training (ZeRO) on PyTorch: plan memory before a run, measure "
+        "drive and memory, look into checkpoints, export weights.",
         epilog="Exit codes: 0 done, 1 the answer is no, 2 bad use.",
     )
     parser.add_argument("--version", action="version", version=f"shardplug {__version__}")

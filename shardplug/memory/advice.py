@@ -14,7 +14,7 @@ from shardplug.memory.work import Work
 __all__ = ["advice", "notes"]
 
 
-def notes(request: Request, work: Work) -> Iterable[str]:
+def notes(request: Request, work: Work, choices: Sequence[Choice]) -> Iterable[str]:
     if work.failure:
         yield (
             "The model could not be traced, so activations are a formula's and may be off by a "
@@ -24,6 +24,21 @@ def notes(request: Request, work: Work) -> Iterable[str]:
         yield (
             "The model's outputs are taken to go before the backward; a loop that keeps them "
             "holds the logits longer (keep_outputs)."
+        )
+    unchecked = []
+    if request.room.host_gib is None and any(choice.host for choice in choices):
+        unchecked.append("host memory")
+    if request.room.nvme_gib is None and any(choice.disk for choice in choices):
+        unchecked.append("room on disks")
+    if unchecked:
+        yield (
+            f"State outside the device is not checked against {' and '.join(unchecked)}, which "
+            "were not given (host_memory_gib, nvme_gib)."
+        )
+    if request.device == "cpu":
+        yield (
+            "On CPU ranks the device is CPU memory: state in CPU memory is counted there and saves "
+            "nothing; state in files does."
         )
     if request.device == "cuda":
         yield (

@@ -13,12 +13,12 @@ from shardplug.memory.costs import Machine, StepTime
 from shardplug.memory.curve import Setup, Walk
 from shardplug.memory.layout import Layout
 from shardplug.memory.segments import Segments
+from shardplug.memory.tier_sizes import tier_sizes
 from shardplug.memory.walk import walk
 
 __all__ = ["Choice", "Room", "evaluate", "rank", "tiers_of"]
 
 GIB = 2**30
-_STAGING = 2  # units read ahead and written back at a time, by design of the tiers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +54,9 @@ class Choice:
     slack: int
     """Bytes that the caching allocator is taken to hold beside the tensors."""
     host: int
-    """Bytes of host memory per node."""
+    """Bytes of host memory per node; 0 on CPU ranks, where it is counted as the device's."""
     disk: int
-    """Bytes on disk per node."""
+    """Bytes of files per node."""
     time: StepTime
     fits: bool
     over: int
@@ -86,6 +86,7 @@ def tiers_of(stage: int) -> Iterator[tuple[Tier, Tier]]:
     """Yield (optimizer, parameters): the tiers a stage is offered with."""
     yield "none", "none"
     yield "cpu", "none"
+    yield "nvme", "none"
     if stage == 3:
         yield "nvme", "nvme"
 
@@ -123,28 +124,19 @@ def evaluate(
     setup = replace(
         setup,
         stage=STAGES[stage],
-        state_away=optimizer != "none",
+        state_tier=optimizer,
         masters_away=parameters != "none",
     )
     found = walk(layout, segments, setup)
-    state, gradients, masters = _away(layout, setup)
-    staging = _STAGING * _largest_unit(layout, setup)
-    offloads = optimizer != "none"
-    host = disk = 0
-    host_traffic = disk_traffic = 0
-    if offloads:
-        # Gradients go out; the step reads state, gradients and masters, and writes all but those.
-        step = 2 * state + 2 * gradients + 2 * masters
-        host, host_traffic = state + gradients + staging, gradients + 2 * masters
-        if optimizer == "nvme":
-            host, disk = 2 * staging, state + gradients
-            disk_traffic = step - 2 * masters
-        if parameters == "nvme":
-            disk += masters
-            uses = setup.accumulate * (2 if stage == 3 else 1)
-            disk_traffic += (uses + 2) * masters
+    host, disk, host_traffic, disk_traffic = _outside(layout, setup)
     share = found.peak.held
-    rests = ("master_shards", "optimizer_state", "buffers")
+    rests = (
+        "master_shards",
+        "optimizer_state",
+        "optimizer_state_cpu",
+        "staging",
+        "buffers",
+    )
     passing = sum(n for kind, n in share.items() if kind not in rests)
     slack = int(room.slack_share * passing) if setup.device != "cpu" else 0
     host, disk = host * devices, disk * devices
@@ -178,26 +170,23 @@ def evaluate(
     )
 
 
-def _away(layout: Layout, setup: Setup) -> tuple[int, int, int]:
-    """Bytes of a rank's optimizer state, gradient shards and master shards."""
-    trained = [p for p in layout.parameters if p.trainable]
-    state = sum(
-        setup.optimizer.state_bytes(p.own(setup.shards, setup.shard), p.master) for p in trained
-    )
-    gradients = sum(p.padded(setup.shards) * p.master.itemsize for p in trained)
-    masters = sum(p.padded(setup.shards) * p.master.itemsize for p in layout.parameters)
-    return state, gradients, masters
-
-
-def _largest_unit(layout: Layout, setup: Setup) -> int:
-    sizes = [
-        sum(
-            p.padded(setup.shards) * p.master.itemsize * (2 + setup.optimizer.tensors)
-            for p in (layout.parameters[index] for index in unit.parameters)
-        )
-        for unit in layout.units
-    ]
-    return max(sizes, default=0)
+def _outside(layout: Layout, setup: Setup) -> tuple[int, int, int, int]:
+    """Bytes of one rank outside the device, and moved in a step: host, disk, host, disk."""
+    if setup.state_tier == "none":
+        return 0, 0, 0, 0
+    sizes, on_gpu = tier_sizes(layout, setup), setup.device != "cpu"
+    on_disk = setup.state_tier == "nvme"
+    host = sizes.buffers if on_disk else sizes.pinned
+    disk = sizes.state if on_disk else 0
+    # All of the state comes and goes back in each step.
+    host_traffic, disk_traffic = 2 * sizes.state, 2 * disk
+    if setup.masters_away:  # by a formula, as no version does it
+        masters = sum(p.padded(setup.shards) * p.master.itemsize for p in layout.parameters)
+        uses = setup.accumulate * (1 + setup.stage.reshard_after_forward)
+        disk += masters
+        host_traffic += (uses + 2) * masters
+        disk_traffic += (uses + 2) * masters
+    return host * on_gpu, disk, host_traffic * on_gpu, disk_traffic
 
 
 def _unavailable(stage: int, optimizer: Tier, parameters: Tier) -> str:
@@ -211,8 +200,9 @@ def _unavailable(stage: int, optimizer: Tier, parameters: Tier) -> str:
             nvme_path="swap" if uses_disk else None,
         )
     except ConfigError:
-        tier = "nvme" if uses_disk else optimizer
-        return f'the "{tier}" tier is not available in this version'
+        if parameters != "none":
+            return "parameters cannot leave the device in this version"
+        return f'offload_optimizer="{optimizer}" is not available in this version'
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardplug.config import Tier
 from shardplug.core.stage import Stage
 from shardplug.memory.optimizers import OptimizerKind
 
@@ -14,13 +15,16 @@ PLAN_KINDS = (
     "gathered",
     "gradients",
     "optimizer_state",
+    "optimizer_state_cpu",
+    "staging",
     "activations",
     "logits_and_loss",
     "communication",
     "optimizer_work",
     "buffers",
 )
-"""Kinds of tensors on the device, in the order they are drawn."""
+"""Kinds of tensors in the device's memory. On GPUs "optimizer_state_cpu" is 0 and "staging" has one
+block's gradients: the rest of both is host memory. On CPU ranks all of it is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,8 @@ class Setup:
     optimizer: OptimizerKind = OptimizerKind()
     stale_gradients: bool = False
     """Whether `zero_grad` comes between forward and backward, as in Lightning."""
-    state_away: bool = False
-    """Whether optimizer state, and the gradients it needs, live off the device."""
+    state_tier: Tier = "none"
+    """Where optimizer state lives, as in `ZeroConfig.offload_optimizer`."""
     masters_away: bool = False
     """Whether master shards live off the device."""
 

@@ -19,6 +19,7 @@ from shardplug.memory.choices import GIB, Choice
 from shardplug.memory.meter import read_total
 from shardplug.memory.plan import Plan
 from shardplug.memory.report import lightning_line
+from shardplug.memory.row import BOOK_KINDS
 
 __all__ = ["explained_oom", "is_out_of_memory", "oom_report"]
 
@@ -30,7 +31,12 @@ _REMEDIES = {
     ),
     "gathered": ("stage=3: units are gathered one by one, and once more in the backward",),
     "gradients": ("stage=2 instead of 1 where gradients accumulate: they are reduced each time",),
-    "optimizer_state": ("more devices: each holds a smaller share",),
+    "optimizer_state": (
+        'offload_optimizer="nvme", or on a GPU "cpu": the state leaves the device, and each step '
+        "waits for it",
+        "more devices: each holds a smaller share",
+    ),
+    "optimizer_state_cpu": ('offload_optimizer="nvme": the state is in files',),
     "master_shards": ("more devices: each holds a smaller share",),
 }
 
@@ -105,7 +111,7 @@ def _publish(
     plan: Plan | None,
     running: Choice | None,
 ) -> None:
-    held = engine.memory()
+    held = _on_the_device(engine)
     phase, module = _place(error.__traceback__, engine.models)
     names = [name for model in engine.models for name in gathered_units(model)]
     text = oom_report(
@@ -128,6 +134,14 @@ def _publish(
     except OSError as failure:
         text += f"\n(The report could not be written to {path}: {failure})"
     print(text, file=sys.stderr, flush=True)
+
+
+def _on_the_device(engine: HeldEngine) -> dict[str, int]:
+    """Leave out what is in files, and on a GPU what is in the host's memory."""
+    held = engine.memory()
+    if engine.device.type == "cpu":
+        return {kind: size for kind, size in held.items() if kind != "optimizer_state_nvme"}
+    return {kind: held[kind] for kind in BOOK_KINDS}
 
 
 def _place(trace: TracebackType | None, models: list[nn.Module]) -> tuple[str, str]:

@@ -236,7 +236,7 @@ def _decide(
         choices=ranked,
         attention=describe(kernels),
         traced=not work.failure,
-        notes=tuple(notes(request, work)),
+        notes=tuple(notes(request, work, ranked)),
         paper={s: paper_bytes(s, layout.num_parameters, work.setup.shards) for s in (0, 1, 2, 3)},
         advice=() if best else tuple(advice(request, work, ranked, pieces, machine)),
     )

@@ -20,6 +20,8 @@ _HEADS = {
     "communication": "buffers",
     "optimizer_work": "step",
 }
+_OUTSIDE = "tier"
+_SWAP_FOLDER = "/mnt/nvme"  # to be replaced: a folder on a local drive
 _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
@@ -43,8 +45,11 @@ def as_text(plan: Plan) -> str:
         "GiB per device at the peak; host and disk per node; seconds are for ranking only.",
         "",
     ]
-    rows = [["", *_HEADS.values(), "slack", "total", "host", "disk", "s/step", "peak in", ""]]
-    rows += [_row(choice) for choice in plan.choices]
+    visible = any(_gib(_outside(choice)) != _gib(0) for choice in plan.choices)
+    heads = [_OUTSIDE] if visible else []
+    heads = [*_HEADS.values(), *heads, "slack", "total", "host", "disk", "s/step", "peak in", ""]
+    rows = [["", *heads]]
+    rows += [_row(choice, outside=_OUTSIDE in heads) for choice in plan.choices]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     text = {0, len(rows[0]) - 2, len(rows[0]) - 1}
     for row in rows:
@@ -59,12 +64,19 @@ def as_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _row(choice: Choice) -> list[str]:
+def _outside(choice: Choice) -> int:
+    """Memory of the device at the peak that is there because state is in a tier."""
+    held = choice.walk.peak.held
+    return held["optimizer_state_cpu"] + held["staging"]
+
+
+def _row(choice: Choice, *, outside: bool) -> list[str]:
     held, peak = choice.walk.peak.held, choice.walk.peak
     where = " ".join(part for part in (peak.phase, peak.unit) if part)
     return [
         ("* " if choice.reason.startswith("the fastest") else "  ") + choice.name,
         *(_gib(held[kind]) for kind in _HEADS),
+        *([_gib(_outside(choice))] if outside else []),
         _gib(choice.slack),
         _gib(choice.device),
         _gib(choice.host) if choice.host else "",
@@ -153,10 +165,17 @@ def _choice_dict(choice: Choice) -> dict[str, Any]:
     }
 
 
+def _preset(choice: Choice) -> str:
+    """Name the preset; state in files has none of its own, since a path comes with it."""
+    if choice.offload_optimizer == "nvme" and choice.offload_params == "none":
+        return f"zero{choice.stage}"
+    return choice.name.split()[0]
+
+
 def _options(plan: Plan, choice: Choice) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    if choice.offload_params != "none":
-        options["nvme_path"] = "swap"
+    if choice.offload_optimizer == "nvme":
+        options["nvme_path"] = _SWAP_FOLDER
     if plan.request.replicate_size != 1:
         options["replicate_size"] = plan.request.replicate_size
     if choice.activation_checkpointing:
@@ -168,7 +187,7 @@ def _options(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 def lightning_line(plan: Plan, choice: Choice) -> str:
     """Return the Trainer that runs a choice."""
-    request, preset = plan.request, choice.name.split()[0]
+    request, preset = plan.request, _preset(choice)
     options = _options(plan, choice)
     strategy = f'"{preset}"'
     if options:
@@ -197,10 +216,13 @@ def lightning_line(plan: Plan, choice: Choice) -> str:
 
 def accelerate_yaml(plan: Plan, choice: Choice) -> str:
     """Return the Accelerate configuration file that runs a choice."""
-    request, preset = plan.request, choice.name.split()[0]
+    request, preset = plan.request, _preset(choice)
+    fields = _options(plan, choice)
+    if choice.offload_optimizer == "nvme" and choice.offload_params == "none":
+        fields = {"offload_optimizer": "nvme", **fields}
     options = "".join(
         f",{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in _options(plan, choice).items()
+        for name, value in fields.items()
     )
     return "\n".join(
         [

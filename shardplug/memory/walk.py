@@ -20,6 +20,7 @@ from shardplug.memory.curve import PLAN_KINDS, Moved, Point, Setup, Walk
 from shardplug.memory.layout import Layout
 from shardplug.memory.recorder import Mark
 from shardplug.memory.segments import Segment, Segments
+from shardplug.memory.tier_sizes import TierSizes, tier_sizes
 from shardplug.memory.unit_sizes import UnitSizes, master_width, unit_sizes
 
 __all__ = ["walk"]
@@ -45,6 +46,7 @@ class _Walker:
         self._segments = segments
         self._setup = setup
         self._sizes = [unit_sizes(layout, unit, setup) for unit in range(len(layout.units))]
+        self._tier = tier_sizes(layout, setup)
         self._order = list(layout.blocks)
         self._ahead = setup.device == "cpu" and setup.prefetch > 0
         self._held: Counter[str] = Counter(dict.fromkeys(PLAN_KINDS, 0))
@@ -97,8 +99,9 @@ class _Walker:
         setup, phases = self._setup, dict[str, dict[str, int]]()
         self._rest()
         grads = sum(size.master_trained for size in self._sizes) + self._replicated_gradients()
-        if setup.stale_gradients and not setup.state_away:
-            self._add("gradients", grads)
+        # On a drive the step uses gradients up: what holds them holds the weights from before it.
+        stale = grads if setup.stale_gradients and setup.state_tier != "nvme" else 0
+        self._add("gradients", stale)
         # Beyond the first two and the last, the micro-batches of a window are alike.
         shown = list(range(setup.accumulate))
         if len(shown) > 3:
@@ -107,13 +110,15 @@ class _Walker:
             self._micro, self._last = index, index == setup.accumulate - 1
             before = Counter(self._sent)
             self._phase = "forward"
-            self._run_micro_batch(phases, stale=grads if index == 0 else 0)
+            self._run_micro_batch(phases, stale=stale if index == 0 else 0)
             if index == 1 and not self._last:
                 repeats = setup.accumulate - len(shown)
                 for kind, size in (self._sent - before).items():
                     self._sent[kind] += size * repeats
         self._phase = "step"
         self._step()
+        if setup.state_tier == "nvme":
+            self._held["gradients"] = 0
         phases["after_step"] = dict(self._held)
         self._held["gradients"] = 0
         self._reduced.clear()
@@ -140,8 +145,18 @@ class _Walker:
         )
         whole = sum(layout.parameters[i].numel * master_width(layout, i) for i in layout.replicated)
         self._add("master_shards", (0 if setup.masters_away else masters) + whole)
-        self._add("optimizer_state", 0 if setup.state_away else state)
+        if setup.state_tier == "none":
+            self._add("optimizer_state", state)
+        else:
+            self._add_tier(self._tier)
         self._add("buffers", layout.buffer_bytes)
+
+    def _add_tier(self, tier: TierSizes) -> None:
+        self._add("optimizer_state", tier.resident)
+        self._add("staging", tier.scratch)
+        if self._setup.device == "cpu":  # the host's memory is the device's
+            self._add("staging", tier.buffers)
+            self._add("optimizer_state_cpu", tier.state if self._setup.state_tier == "cpu" else 0)
 
     def _replicated_gradients(self) -> int:
         layout = self._layout
@@ -170,8 +185,7 @@ class _Walker:
                 key = "after_forward_later" if self._micro else "after_forward"
                 phases[key] = dict(self._held)
                 self._phase = "backward"
-                if stale and self._setup.stale_gradients:
-                    self._held["gradients"] -= stale
+                self._held["gradients"] -= stale
             elif mark is Mark.END:
                 self._end()
                 key = "after_backward" if self._last else "after_backward_between"
@@ -180,15 +194,17 @@ class _Walker:
 
     def _step(self) -> None:
         setup = self._setup
-        if not setup.state_away:
+        if setup.state_tier == "none":
             shards = [
                 p.own(setup.shards, setup.shard) * p.master.itemsize
                 for p in self._layout.parameters
                 if p.trainable
             ]
             work = setup.optimizer.work_bytes(shards, setup.device)
-            self._add("optimizer_work", work)
-            self._held["optimizer_work"] -= work
+        else:
+            work = self._tier.work
+        self._add("optimizer_work", work)
+        self._held["optimizer_work"] -= work
         self._mark(-1)
 
     # ------------------------------------------------------------------ gathering
@@ -366,9 +382,7 @@ class _Walker:
         if casts:
             self._add("gradients", master)
             self._held["gradients"] -= output
-        if setup.state_away:
-            self._held["gradients"] -= master  # it follows the optimizer
-        elif first:
+        if first:
             self._reduced[unit] = master
         else:
             self._held["gradients"] -= master  # added to the earlier shard

@@ -10,9 +10,10 @@ from shardplug.errors import StorageError
 from shardplug.tiers.protocol import BLOCK_BYTES, Region, Traffic, aligned
 from shardplug.tiers.staging import page_aligned
 
-__all__ = ["HostTier"]
+__all__ = ["HOST_BLOCK_BYTES", "HostTier"]
 
-_BLOCK_BYTES = 8 * BLOCK_BYTES  # no buffer has this size, and larger blocks cost fewer calls
+HOST_BLOCK_BYTES = 8 * BLOCK_BYTES
+"""Largest region: no buffer has this size, and larger blocks cost fewer calls."""
 
 
 class HostTier:
@@ -30,7 +31,7 @@ class HostTier:
     can_fail = False
     staging_bytes = 0
 
-    def __init__(self, *, pinned: bool = False, block_bytes: int = _BLOCK_BYTES) -> None:
+    def __init__(self, *, pinned: bool = False, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
         self.traffic = Traffic()
         self._pinned = pinned

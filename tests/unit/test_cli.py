@@ -33,7 +33,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[in
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     names = [info.name for info in pkgutil.iter_modules(cli.__path__)]
-    assert {"export", "inspect"} <= set(names)
+    assert {"doctor", "export", "inspect", "plan"} <= set(names)
     code, out, _ = call(capsys, "--help")
     assert code == 0 and all(name in out for name in names)
     for name in names:

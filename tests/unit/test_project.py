@@ -371,7 +371,7 @@ _LAYERS = {  # part of the package -> parts it may import, besides itself
     "config": {"errors"},
     "core": {"config", "errors"},
     "checkpoint": {"core", "config", "errors"},
-    "memory": {"core", "config", "errors"},
+    "memory": {"core", "optim", "tiers", "config", "errors"},
     "tiers": {"errors"},
     "optim": {"core", "tiers", "config", "errors"},
     "engine": {"core", "optim", "checkpoint", "memory", "tiers", "config", "errors"},

@@ -1,0 +1,217 @@
+"""The plan of optimizer state in CPU memory and in files, held against what an engine holds.
+
+Equal to the byte: kinds on the device at the ends of the phases, state in CPU memory and in files
+(each region rounded up to 4 KiB), one block's gradients beside files, and the size of the swap
+file. Staging buffers follow a rule: a first step makes one for each region, up to 64 MiB.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardplug import ZeroConfig, ZeroEngine
+from shardplug.config import PRESETS
+from shardplug.errors import ConfigError
+from shardplug.memory import (
+    BOOK_KINDS,
+    CountedAllocations,
+    Machine,
+    accelerate_yaml,
+    lightning_line,
+    plan,
+)
+from shardplug.tiers.disk import DiskTier
+from shardplug.tiers.protocol import BLOCK_BYTES
+from shardplug.tiers.staging import STAGING_BYTES
+from tests.support.models import TinyLM, lm_loss, tokens
+from tests.support.pool import RankPool
+
+MIB = 2**20
+
+
+class Wide(nn.Module):
+    """Several blocks in both tiers, cut parameters and a scalar; 11.5 million elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(9, 1_000_003)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.down = nn.Linear(7, 211_111)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (n, 9); returns a loss."""
+        first = self.up(x).square().mean() * self.scale
+        return first + self.down(x[:, :7]).square().mean()
+
+
+def _model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Wide() if kind == "wide" else TinyLM(tied=kind == "tied")
+
+
+def _batch(kind: str, rank: int) -> torch.Tensor:
+    return torch.full((2, 9), 0.1 + rank) if kind == "wide" else tokens(0, 0, rank)
+
+
+def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    found = model(batch)
+    return found if isinstance(model, Wide) else lm_loss(found, batch)
+
+
+def _planned(kind: str, stage: int, tier: str, optimizer: str, devices: int, **options: Any) -> Any:
+    found = plan(
+        _model(kind),
+        devices=devices,
+        device_memory_gib=4,
+        precision="32-true",
+        stage=stage,  # type: ignore[arg-type]
+        optimizer=optimizer,
+        activation_checkpointing=False,
+        batch=_batch(kind, 0),
+        loss=_loss,
+        **{"device": "cpu", "loop": "pytorch", **options},
+    )
+    return next(
+        c for c in found.choices if (c.offload_optimizer, c.offload_params) == (tier, "none")
+    )
+
+
+def _hold(
+    kind: str, stage: int, tier: str, optimizer: str, folder: str
+) -> tuple[dict[str, dict[str, int]], int, int, float]:
+    """Train two steps; return books by phase, the swap file's size, the second's peak and bytes."""
+    path = folder if tier == "nvme" else None
+    engine = ZeroEngine(ZeroConfig(stage=stage, offload_optimizer=tier, nvme_path=path))  # type: ignore[arg-type]
+    model = engine.shard(_model(kind))
+    made: dict[str, Any] = {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+        "sgd_momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),
+    }
+    trained = engine.prepare_optimizer(made[optimizer](model.parameters()))
+    books: dict[str, dict[str, int]] = {}
+    batch = _batch(kind, engine.rank)
+    peak = 0
+    for step in range(2):
+        loss = _loss(model, batch)
+        books["after_forward"] = engine.memory()
+        loss.backward()
+        engine.after_backward()
+        del loss
+        books["after_backward"] = engine.memory()
+        if step == 0:
+            trained.step()
+        else:
+            with CountedAllocations() as counted, counted.stretch("step"):
+                trained.step()
+            peak = counted.peak("step")
+        books["after_step"] = engine.memory()
+        trained.zero_grad()
+        books["at_rest"] = engine.memory()
+    on_disk, traffic = 0, engine.traffic()
+    if isinstance(engine._tier, DiskTier):
+        on_disk = engine._tier.path.stat().st_size
+        engine._tier.close()
+    return books, on_disk, peak, traffic["bytes_read"] + traffic["bytes_written"]
+
+
+def _compare(pool: RankPool, folder: Path, world_size: int, *case: Any) -> None:
+    kind, stage, tier, optimizer = case
+    choice = _planned(kind, stage, tier, optimizer, world_size)
+    ranks = pool.run(_hold, world_size, kind, stage, tier, optimizer, str(folder))
+    books, on_disk, peak, moved = ranks[0]  # the plan's rank: no other has more rows
+    compared = 0
+    for phase, held in books.items():
+        planned = choice.walk.phases[phase]
+        for one in (*BOOK_KINDS, "optimizer_state_cpu", "staging"):
+            assert held[one] == planned[one], (phase, one)
+            compared += 1
+        assert held["snapshot"] == 0
+    assert compared == 24
+    assert choice.host == 0, "the memory of CPU ranks is the device's"
+    last = books["at_rest"]
+    if tier == "cpu":
+        assert last["optimizer_state_cpu"] > 0
+        assert choice.disk == last["optimizer_state_nvme"] == on_disk == 0
+    else:
+        assert choice.disk == world_size * last["optimizer_state_nvme"]
+        assert on_disk == last["optimizer_state_nvme"] > 0
+        assert last["optimizer_state_cpu"] == 0
+        for held, *_ in ranks:
+            buffers = held["at_rest"]["staging"]
+            assert BLOCK_BYTES <= buffers <= STAGING_BYTES + BLOCK_BYTES
+    for other, *_ in ranks[1:]:
+        assert sum(other["at_rest"].values()) <= sum(last.values()) + 64 * 4096  # rounding
+    per_second = Machine().nvme_gb_s * 1e9
+    assert choice.time.transfers * per_second == pytest.approx(moved * world_size)
+    work = max(p.held["optimizer_work"] for p in choice.walk.points)
+    if optimizer == "adagrad":  # its work space is that of two parameters of the largest size
+        assert work / 2 <= peak <= 1.02 * work
+    elif peak >= MIB:
+        assert peak == pytest.approx(work, rel=0.02)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_what_is_held_is_the_plans_to_the_byte(
+    pool: RankPool, tmp_path: Path, tier: str, stage: int, world_size: int
+) -> None:
+    kind = "tied" if stage == 2 else "tiny"
+    _compare(pool, tmp_path, world_size, kind, stage, tier, "adamw")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum", "adagrad"])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_many_blocks_and_other_optimizers_are_the_plans_too(
+    pool: RankPool, tmp_path: Path, tier: str, optimizer: str
+) -> None:
+    _compare(pool, tmp_path, 2, "wide", 3, tier, optimizer)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_exactly_what_runs_is_offered(stage: int) -> None:
+    found = plan(TinyLM(), devices=2, device_memory_gib=4, batch=tokens(0, 0, 0), loss=_loss)
+    mine = [c for c in found.choices if c.stage == stage and not c.activation_checkpointing]
+    offered = {(c.offload_optimizer, c.offload_params): not c.unavailable for c in mine}
+    assert offered.pop(("nvme", "nvme"), False) is False
+    assert offered == {("none", "none"): True, ("cpu", "none"): True, ("nvme", "none"): True}
+    for choice in mine:
+        fields = {
+            "stage": stage,
+            "offload_optimizer": choice.offload_optimizer,
+            "offload_params": choice.offload_params,
+        }
+        if choice.unavailable:
+            with pytest.raises(ConfigError, match="not available"):
+                ZeroConfig(**fields)
+            assert "parameters cannot leave the device" in choice.reason
+            continue
+        # What is printed to be copied means this very choice.
+        text = accelerate_yaml(found, choice).partition("shardplug:")[2].partition('"')[0]
+        assert text.split(",")[0] in PRESETS
+        parsed = ZeroConfig.parse(text)
+        assert {name: getattr(parsed, name) for name in fields} == fields
+        line = lightning_line(found, choice)
+        assert choice.offload_optimizer == "none" or choice.offload_optimizer in line
+        assert ("nvme_path=" in line) == (choice.offload_optimizer == "nvme")
+
+
+def test_on_gpus_state_is_the_hosts_memory() -> None:
+    """By formula: pinned regions take a power of two, and gradients stay on the device."""
+    on = {t: _planned("wide", 3, t, "adamw", 2, device="cuda") for t in ("none", "cpu", "nvme")}
+    after = {tier: choice.walk.phases["after_backward"] for tier, choice in on.items()}
+    assert after["none"]["gradients"] == after["cpu"]["gradients"] == after["nvme"]["gradients"] > 0
+    for tier in ("cpu", "nvme"):
+        assert after[tier]["optimizer_state"] < 100 < MIB < after["none"]["optimizer_state"]
+        assert after[tier]["optimizer_state_cpu"] == 0
+        assert on[tier].time.transfers > 0
+    state = after["none"]["optimizer_state"]
+    assert state <= on["cpu"].host / 2 < 2 * state and on["cpu"].disk == 0
+    assert on["nvme"].host == 2 * min(STAGING_BYTES, on["nvme"].host // 2) > 0
+    assert state <= on["nvme"].disk / 2 < state + 20 * 4096
