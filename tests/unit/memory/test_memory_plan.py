@@ -305,7 +305,8 @@ def test_a_large_model_is_planned_from_its_configuration_alone() -> None:
     rest = choice.walk.phases["at_rest"]
     states = rest["master_shards"] + rest["optimizer_state"]
     assert states == pytest.approx(found.layout.num_parameters * 12 / 8, rel=1e-3)
-    assert any("32 devices of this size would do" in line for line in found.advice)
+    enough = "16 devices of this size would do, with zero3_nvme checkpointing"
+    assert any(enough in line for line in found.advice)
 
 
 def _command(*arguments: str) -> int:
