@@ -31,7 +31,7 @@ from shardplug.core.schedule import Schedule
 from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
 from shardplug.core.units import plan_units
-from shardplug.errors import ConfigError, ModelError, OptimizerError, ScheduleError
+from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
 from shardplug.optim import Binding
 
 if TYPE_CHECKING:
@@ -652,19 +652,25 @@ class ZeroEngine:
 
         if self._background is not None:
             self._background.wait()  # what was started first is published first
-        step = (extra or {}).get("step")
-        models, states = together(
-            lambda: (
+
+        def collect() -> tuple[list[Any], list[Any], dict[str, Any]]:
+            if not isinstance(extra, (Mapping, type(None))):
+                raise CheckpointError(
+                    f"Expected extra to be a dictionary, got {type(extra).__name__}."
+                )
+            return (
                 [state_of_model(model) for model in self.models],
                 [state_of_optimizer(self.models, optimizer) for optimizer in optimizers],
-            ),
-            "Saving",
-        )
+                dict(extra or {}),
+            )
+
+        models, states, content = together(collect, "Saving")
+        step = content.get("step")
         write(
             path,
             models=models,
             optimizers=states,
-            meta={"extra": dict(extra or {})},
+            meta={"extra": content},
             run={
                 **self.describe_run(),
                 "framework": "pytorch",

@@ -23,6 +23,7 @@ __all__ = [
     "CheckedFileSystem",
     "SummingFileSystem",
     "file_checksums",
+    "naming",
     "sync",
     "verify_file",
 ]
@@ -31,6 +32,17 @@ BLOCK_BYTES = 2**20
 """Bytes of a file that one checksum covers."""
 
 _HELD_BLOCKS = 4
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None, None, None]:
+    """Let an error of the system that happens inside name the path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync(path: Path) -> None:
@@ -124,12 +136,21 @@ class SummingFileSystem(FileSystem):
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
         """Open a file; see the base class."""
-        with super().create_stream(path, mode) as stream:
-            if "w" not in mode:
+        if "w" not in mode:
+            with super().create_stream(path, mode) as stream:
                 yield stream
-                return
-            summing = _SummingStream(stream)
-            yield summing
+            return
+        summing: _SummingStream | None = None
+        try:
+            with naming(Path(path)), super().create_stream(path, mode) as stream:
+                summing = _SummingStream(stream)
+                yield summing
+        except RuntimeError as error:
+            # torch.save hides what the system said.
+            if summing is None or summing.failure is None:
+                raise
+            said = summing.failure
+            raise OSError(said.errno, said.strerror, str(path)) from error
         self.entries[Path(path).name] = summing.sums.entry()
 
 
@@ -139,10 +160,15 @@ class _SummingStream(io.RawIOBase):
     def __init__(self, file: Any) -> None:
         super().__init__()
         self.sums = _Sums()
+        self.failure: OSError | None = None
         self._file = file
 
     def write(self, data: Any) -> int:
-        written: int = self._file.write(data)
+        try:
+            written: int = self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
         self.sums.add(data)
         return written
 

@@ -18,7 +18,7 @@ from shardplug.checkpoint.commit import new_id
 from shardplug.checkpoint.durable import sync
 from shardplug.checkpoint.export_files import Item
 from shardplug.checkpoint.export_plan import ExportPlan
-from shardplug.checkpoint.safetensors_file import header_bytes
+from shardplug.checkpoint.safetensors_file import header_bytes, is_own_file
 from shardplug.errors import CheckpointError, ConfigError
 
 __all__ = ["ExportFolder", "TensorFile", "prepare_folder", "write_files"]
@@ -100,6 +100,11 @@ def prepare_folder(
     """
     folder: ExportFolder | None = None
     try:
+        if plan.origin and target.is_dir() and target.resolve() == Path(plan.origin).resolve():
+            raise ConfigError(
+                f"Expected a folder of its own to export to, but the model came from {target}. "
+                "Choose another folder."
+            )
         folder = ExportFolder(target, overwrite=overwrite)
         for part in plan.folders:
             folder.write_texts(part.name, part.texts)
@@ -135,6 +140,12 @@ def _check_target(target: Path, overwrite: bool) -> None:
             f"Expected an older export to replace, but {target} holds other things too: "
             f"{', '.join(others[:5])}. Choose another folder."
         )
+    for file in sorted(target.rglob("*.safetensors")) if inside else ():
+        if not is_own_file(file):
+            raise ConfigError(
+                f"Expected an older export to replace, but {file} was not written by an export: "
+                "it may be a model that others are made from. Choose another folder, or remove it."
+            )
 
 
 def _clear(target: Path) -> None:

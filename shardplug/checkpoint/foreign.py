@@ -233,6 +233,12 @@ _FOLDERS: tuple[Callable[[Path, list[str]], Foreign | None], ...] = (
 
 
 def _file(path: Path) -> Foreign:
+    if (path.parent / MANIFEST).is_file():
+        return Foreign(
+            kind="part",
+            description="a file inside of a checkpoint",
+            advice=f"Pass the folder that it is in: {path.parent}.",
+        )
     if path.suffix == ".safetensors":
         return Foreign(
             kind="safetensors_file",

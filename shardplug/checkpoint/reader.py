@@ -14,8 +14,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from shardplug.checkpoint import manifest as manifests
-from shardplug.checkpoint.collective import from_rank_0, message_group, rank_and_size, together
-from shardplug.checkpoint.commit import MANIFEST, locate
+from shardplug.checkpoint.collective import (
+    from_rank_0,
+    gather,
+    message_group,
+    rank_and_size,
+    together,
+)
+from shardplug.checkpoint.commit import MANIFEST, is_leftover, locate
 from shardplug.checkpoint.extra_state import decode, is_extra
 from shardplug.checkpoint.model_state import restore_extra_state
 from shardplug.checkpoint.names import listed
@@ -30,13 +36,15 @@ from shardplug.checkpoint.plan import (
 )
 from shardplug.checkpoint.renaming import Renaming
 from shardplug.checkpoint.rng import set_rng_state
-from shardplug.checkpoint.source import OwnFolder, open_source
+from shardplug.checkpoint.source import OwnFolder, Source, open_source
 from shardplug.checkpoint.writer import PARAM_GROUPS
 from shardplug.errors import CheckpointError
 
 __all__ = ["Reader", "is_checkpoint"]
 
 _LOADING = "Loading"
+_ATTEMPTS = 5
+"""How often a folder is opened that another run replaces meanwhile."""
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -75,10 +83,7 @@ class Reader:
         rename: Mapping[str, str] | None = None,
     ) -> None:
         self._alone = alone or rank_and_size()[1] == 1
-        given = together(lambda: str(locate(path)), _LOADING, alone=self._alone)
-        self.path = Path(given if self._alone else from_rank_0(given))
-        self._source = together(lambda: open_source(self.path), _LOADING, alone=self._alone)
-        together(self._verify_small_files, _LOADING, alone=self._alone)
+        self._source = self._open(path)
         self._renaming, self.manifest = together(
             lambda: Renaming.of(self.path, self._source.manifest, rename or {}),
             _LOADING,
@@ -86,12 +91,41 @@ class Reader:
         )
         self._weights_only = weights_only
 
-    def _verify_small_files(self) -> None:
+    def _open(self, path: str | os.PathLike[str]) -> Source:
+        """Open the folder, again where another run replaces it just now."""
+        for attempt in range(_ATTEMPTS):
+            given = together(
+                lambda: str(locate(Path(path).expanduser())), _LOADING, alone=self._alone
+            )
+            self.path = Path(given if self._alone else from_rank_0(given))
+            try:
+                source = together(lambda: open_source(self.path), _LOADING, alone=self._alone)
+                verify = functools.partial(self._verify_small_files, source)
+                together(verify, _LOADING, alone=self._alone)
+            except CheckpointError:
+                if attempt + 1 == _ATTEMPTS or not self._is_in_flux():
+                    raise
+                continue
+            stamps = [_stamp(source)] if self._alone else gather(_stamp(source), _LOADING)
+            if len(set(stamps)) == 1:
+                return source
+        raise CheckpointError(f"{self.path} was replaced by other saves while it was opened.")
+
+    def _is_in_flux(self) -> bool:
+        """Whether a save is at work beside the folder, on any rank's view. Collective."""
+
+        def seen() -> bool:
+            beside = self.path.parent.glob(f".{self.path.name.lstrip('.')}.*-*")
+            return is_leftover(self.path) or any(is_leftover(entry) for entry in beside)
+
+        return seen() if self._alone else any(gather(seen(), _LOADING))
+
+    def _verify_small_files(self, source: Source) -> None:
         """Check all files but the tensors, which are checked as they are read."""
-        if isinstance(self._source, OwnFolder) and (self._alone or rank_and_size()[0] == 0):
-            files = self._source.manifest["files"]
+        if isinstance(source, OwnFolder) and (self._alone or rank_and_size()[0] == 0):
+            files = source.manifest["files"]
             names = [name for name in files if not name.endswith(".distcp")]
-            manifests.verify(self.path, self._source.manifest, names)
+            manifests.verify(self.path, source.manifest, names)
 
     @functools.cached_property
     def _file(self) -> dict[str, Any]:
@@ -153,6 +187,7 @@ class Reader:
             CheckpointError: On every rank, when something does not match or cannot be read.
         """
         owners = models_of(models)
+        self._agree_on_what(len(owners), optimizers, strict)
 
         def plan() -> tuple[list[ModelPlan], list[OptimizerPlan]]:
             return (
@@ -290,12 +325,27 @@ class Reader:
     ) -> OptimizerPlan:
         if index >= self.num_optimizers:
             raise CheckpointError(
-                f"Expected {self.path} to hold optimizer {index}, but it has "
-                f"{self.num_optimizers}: it was saved without, or with fewer. Load the weights "
-                "alone, or start from a full checkpoint."
+                f"Expected {self.path} to hold the state of {index + 1} or more optimizers, but "
+                f"it has that of {self.num_optimizers or 'none'}. Load the weights alone, or start "
+                "from a full checkpoint."
             )
         groups = self._renaming.groups(self._file[PARAM_GROUPS][index])
         return plan_optimizer(self.manifest, index, groups, models, optimizer, strict=strict)
+
+    def _agree_on_what(
+        self, models: int, optimizers: Sequence[torch.optim.Optimizer], strict: bool
+    ) -> None:
+        """Refuse ranks that load different things. Collective."""
+        if self._alone:
+            return
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        wanted = gather(f"models: {models}, optimizers: {kinds}, strict={strict}", _LOADING)
+        other = next((rank for rank, text in enumerate(wanted) if text != wanted[0]), None)
+        if other is not None:
+            raise CheckpointError(
+                f"Expected every rank to load the same, but rank 0 loads {wanted[0]} and rank "
+                f"{other} loads {wanted[other]}."
+            )
 
     def _warn_of_rest(self, models: int, optimizers: int) -> None:
         rest = []
@@ -339,7 +389,31 @@ class Reader:
                     no_dist=alone,
                 )
 
-        together(read, f"Reading {self.path}", alone=alone)
+        try:
+            together(read, f"Reading {self.path}", alone=alone)
+        except CheckpointError as error:
+            if not self._was_replaced(alone):
+                raise
+            raise CheckpointError(
+                f"{self.path} was replaced by another save while it was read: load it again."
+            ) from error
+
+    def _was_replaced(self, alone: bool) -> bool:
+        """Whether the folder holds another checkpoint now, on any rank's view. Collective."""
+
+        def seen() -> bool:
+            try:
+                return _stamp(open_source(self.path)) != _stamp(self._source)
+            except CheckpointError:
+                return not self.path.exists()
+
+        return seen() if alone else any(gather(seen(), _LOADING))
+
+
+def _stamp(source: Source) -> float | None:
+    """Return what tells one save into a folder from the next."""
+    stamp: float | None = source.manifest.get("saved_at_seconds")
+    return stamp
 
 
 def _warn_of_names(found: ModelPlan) -> None:

@@ -43,6 +43,11 @@ class Renaming:
             CheckpointError: For names that are not in the checkpoint, for two tensors that would
                 have one name, and for one that would have none.
         """
+        if not isinstance(rename, Mapping):
+            raise CheckpointError(
+                "Expected rename to be a dictionary, names in the checkpoint -> names in the "
+                f"model, got {type(rename).__name__}."
+            )
         if not rename:
             return cls([{} for _ in manifest["models"]]), dict(manifest)
         unused = set(rename)

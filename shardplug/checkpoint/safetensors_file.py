@@ -17,7 +17,9 @@ import torch
 
 from shardplug.errors import CheckpointError
 
-__all__ = ["Entry", "code_of", "header_bytes", "num_bytes", "read_header"]
+__all__ = ["Entry", "code_of", "header_bytes", "is_own_file", "num_bytes", "read_header"]
+
+_WRITER = "shardplug"
 
 _CODES = {
     "BOOL": torch.bool,
@@ -85,7 +87,7 @@ def header_bytes(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> 
         tensors: dtype and shape by name, in the order in which their bytes follow. Readers want
             each aligned to its own size, so wider dtypes come first.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "written_by": _WRITER}}
     start = 0
     for name, (dtype, shape) in tensors.items():
         end = start + num_bytes(shape, dtype)
@@ -98,6 +100,21 @@ def header_bytes(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> 
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     return struct.pack("<Q", len(text)) + text
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether a file was written here: its header says so."""
+    with path.open("rb") as file:
+        first = file.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else _LARGEST_HEADER + 1
+        if length > _LARGEST_HEADER:
+            return False
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            return False
+    said = header.get("__metadata__") if isinstance(header, dict) else None
+    return isinstance(said, dict) and said.get("written_by") == _WRITER
 
 
 def read_header(path: Path) -> dict[str, Entry]:

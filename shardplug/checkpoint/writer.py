@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,13 @@ from shardplug.checkpoint.collective import (
     together,
 )
 from shardplug.checkpoint.commit import MANIFEST, Aside, new_id
-from shardplug.checkpoint.durable import BLOCK_BYTES, SummingFileSystem, file_checksums, sync
+from shardplug.checkpoint.durable import (
+    BLOCK_BYTES,
+    SummingFileSystem,
+    file_checksums,
+    naming,
+    sync,
+)
 from shardplug.checkpoint.manifest import describe, optimizer_key, state_key, to_json
 from shardplug.checkpoint.rng import rng_state
 from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory, SnapshotPlanner
@@ -58,7 +65,8 @@ def write(
 
     Args:
         path: The folder to make; rank 0's counts. A checkpoint there is replaced; another
-            non-empty folder, or a file, is not.
+            non-empty folder, or a file, is not. A link there is replaced by the new folder; what
+            it points to stays.
         models: For each model its tensors by name (see `state_of_model`).
         optimizers: For each optimizer its state by name (see `state_of_optimizer`).
         meta: What else to keep, made of plain types and tensors; rank 0's counts.
@@ -87,7 +95,7 @@ def write(
 
 def _agree_on_path(path: str | os.PathLike[str]) -> tuple[Path, str]:
     def absolute() -> str:
-        target = Path(path).absolute()
+        target = Path(path).expanduser().absolute()
         if not target.name:
             raise CheckpointError(f"Expected the path of a folder to make, got {target}.")
         return str(target)
@@ -184,11 +192,12 @@ class Draft:
     ) -> None:
         folder, rank = self._aside.folder, self._rank
         before = set(folder.rglob("*"))
-        torch.save(rng_state(), folder / f"rng_{rank}.pt")
+        _save(rng_state(), folder / f"rng_{rank}.pt")
         if rank == 0:
-            torch.save(dict(meta), folder / "meta.pt")
+            _save(dict(meta), folder / "meta.pt")
         if side_files is not None:
-            side_files(folder)
+            with naming(folder):
+                side_files(folder)
         for path in set(folder.rglob("*")) - before:
             with suppress(FileNotFoundError):  # another rank's, which it has renamed meanwhile
                 sync(path)
@@ -253,12 +262,20 @@ class Draft:
             )
         manifest = {**self._manifest, "block_bytes": BLOCK_BYTES, "files": listed}
         draft = folder / f"{MANIFEST}.tmp"
-        with draft.open("w", encoding="utf-8") as file:
+        with naming(draft), draft.open("w", encoding="utf-8") as file:
             file.write(to_json(manifest))
             file.flush()
             os.fsync(file.fileno())
         draft.rename(folder / MANIFEST)
         self._aside.publish()
+
+
+def _save(value: Any, path: Path) -> None:
+    """Save as `torch.save` does; an error of the drive is the system's, with the path."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with naming(path), path.open("wb") as file:
+        file.write(buffer.getbuffer())
 
 
 def _besides_tensors(optimizer: Mapping[str, Any]) -> dict[str, Any]:

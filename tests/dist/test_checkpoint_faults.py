@@ -249,7 +249,16 @@ def _damaged_loads(root: str) -> None:
     fails_together(
         lambda: Reader(good).model_state(0, other[0]), "Loading failed on rank 1", "(37, 18)"
     )
-    fails_together(lambda: engine.load(good, optimizers=[optimizer] * 2), "optimizer 1, but it has")
+    too_many = "the state of 2 or more optimizers, but it has that of 1"
+    fails_together(lambda: engine.load(good, optimizers=[optimizer] * 2), too_many)
+    mine = [optimizer] if dist.get_rank() else []
+    unequal = "rank 0 loads models: 1, optimizers: none"
+    fails_together(lambda: engine.load(good, optimizers=mine), "load the same", unequal, "AdamW")
+    extra: Any = [1] if dist.get_rank() else {}
+    fails_together(
+        lambda: engine.save(f"{root}/none", extra=extra), "failed on rank 1", "extra", "list"
+    )
+    fails_together(lambda: engine.load(f"{good}/meta.pt"), "inside of a checkpoint", good)
     if dist.get_rank() == 1:  # a reader of its own, into a plain model
         plain = TinyLM()
         Reader(good, alone=True).load(plain)
@@ -320,7 +329,10 @@ def _try_faults(root: str, asynchronous: bool) -> None:
         dist.barrier()
         with fault() if rank == victim else no_fault() as hits:
             if not name.startswith("fsync"):
-                fails_together(save, f"Saving failed on rank {victim}: ")
+                said = fails_together(save, f"Saving failed on rank {victim}: ")
+                file = name.removeprefix("no room for ")
+                known = file.startswith("side-") or file in said  # of those only the folder is
+                assert file == name or ("File too large: '" in said and known), said
             else:  # how often it is called depends on whose files a rank sees
                 try:
                     save()

@@ -66,7 +66,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
+            assert opened.metadata()["format"] == "pt"
             for name in opened.keys():  # noqa: SIM118  # not a dictionary
                 assert name not in found
                 found[name] = opened.get_tensor(name)
@@ -314,6 +314,8 @@ def test_tokenizer_files_come_along(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_not_lost(pool: RankPool, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
     pool.run(_save_one, 1, str(tmp_path), "")
     out = tmp_path / "out"
     exported(tmp_path / "ckpt", out)
@@ -330,6 +332,13 @@ def test_what_is_there_is_not_lost(pool: RankPool, tmp_path: Path) -> None:
         export(tmp_path / "ckpt", tmp_path / "ckpt", overwrite=True)
     with pytest.raises(ConfigError, match="is a file"):
         export(tmp_path / "ckpt", out / "README.md", overwrite=True)
+
+    base = tmp_path / "base"  # a model that nobody exported
+    base.mkdir()
+    save_file({"w": torch.ones(2)}, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="base/model.safetensors was not written by an export"):
+        export(tmp_path / "ckpt", base, overwrite=True)
+    assert (base / "model.safetensors").is_file()
 
     (tmp_path / ".out.export-00000000").mkdir()  # of an export that was killed
     (out / "README.md").unlink()

@@ -26,11 +26,11 @@ from shardplug.memory import (
     plan,
     read_jsonl,
 )
+from shardplug.memory.curve import Setup
 from shardplug.memory.layout import place
 from shardplug.memory.repeat import trace_model
 from shardplug.memory.segments import cut
 from shardplug.memory.trace import TraceSettings
-from shardplug.memory.curve import Setup
 from shardplug.memory.walk import walk
 from tests.dist.test_memory_curve import _live_bytes
 from tests.support.models import TinyLM, lm_loss, tokens

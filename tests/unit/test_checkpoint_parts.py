@@ -192,7 +192,9 @@ def test_one_process_without_a_group_writes_and_reads(tmp_path: Path) -> None:
     drawn = torch.rand(3)
     assert reader.restore_rng()
     assert torch.equal(drawn, torch.rand(3))
-    with pytest.raises(CheckpointError, match="hold optimizer 1, but it has 1"):
+    with pytest.raises(
+        CheckpointError, match="state of 2 or more optimizers, but it has that of 1"
+    ):
         reader.optimizer_state(1, target)
 
 
