@@ -48,7 +48,6 @@ def locate(path: str | os.PathLike[str]) -> Path:
     if target.is_symlink():  # to a folder that is missing
         target = target.parent / os.readlink(target)
     whole = [old for old in _beside(target, "old") if (old / MANIFEST).is_file()]
-    # A living save may have put the new one there meanwhile.
     return max(whole, key=lambda old: old.stat().st_mtime) if whole else Path(path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from shardplug.checkpoint.collective import from_rank_0, rank_and_size, together
 from shardplug.checkpoint.commit import MANIFEST, is_leftover
 from shardplug.errors import CheckpointError
 
-__all__ = ["ResumePoint", "candidates", "resume_point"]
+__all__ = ["ResumePoint", "Survey", "candidates", "resume_point", "survey"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +83,27 @@ def candidates(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _find(folder: Path, verify: bool) -> ResumePoint | None:
-    whole: list[tuple[float, Path, dict[str, Any]]] = []
-    broken: list[tuple[Path, str]] = []
-    unfinished: list[tuple[Path, str]] = []
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a folder holds: whole checkpoints with the time of their save, and what is not whole."""
+
+    whole: list[tuple[float, Path, dict[str, Any]]]
+    broken: list[tuple[Path, str]]
+    unfinished: list[tuple[Path, str]]
+
+    def newest(self, passing_over: Collection[Path] = ()) -> tuple[Path, dict[str, Any]] | None:
+        """Return the whole checkpoint that was saved last, and its manifest."""
+        left = [entry for entry in self.whole if entry[1] not in passing_over]
+        if not left:
+            return None
+        # Of two equal ones, what a save replaced and the save itself, the published one.
+        _, path, manifest = max(left, key=lambda entry: (entry[0], not is_leftover(entry[1])))
+        return path, manifest
+
+
+def survey(folder: Path, *, verify: bool = False) -> Survey:
+    """Look at every checkpoint in a folder, on this rank alone."""
+    found = Survey([], [], [])
     for path in candidates(folder):
         leftover = is_leftover(path)
         try:
@@ -99,17 +116,23 @@ def _find(folder: Path, verify: bool) -> ResumePoint | None:
         except (CheckpointError, OSError) as error:
             known = isinstance(error, CheckpointError)
             reason = str(error) if known else f"{path} cannot be read: {error}."
-            (unfinished if leftover else broken).append((path, reason))
+            (found.unfinished if leftover else found.broken).append((path, reason))
         else:
-            whole.append((saved_at, path, manifest))
-    if whole:
-        # Of two equal ones, what a save replaced and the save itself, the published one.
-        _, path, manifest = max(whole, key=lambda entry: (entry[0], not is_leftover(entry[1])))
-        return ResumePoint(path=path, step=manifest.get("step"), passed_over=(*broken, *unfinished))
-    if not all(path.is_dir() for path, _ in (*broken, *unfinished)):
+            found.whole.append((saved_at, path, manifest))
+    return found
+
+
+def _find(folder: Path, verify: bool) -> ResumePoint | None:
+    found = survey(folder, verify=verify)
+    passed_over = (*found.broken, *found.unfinished)
+    newest = found.newest()
+    if newest is not None:
+        path, manifest = newest
+        return ResumePoint(path=path, step=manifest.get("step"), passed_over=passed_over)
+    if not all(path.is_dir() for path, _ in passed_over):
         return _find(folder, verify)  # a save renamed them just now
-    if broken:
-        reasons = "; ".join(reason for _, reason in broken)
+    if found.broken:
+        reasons = "; ".join(reason for _, reason in found.broken)
         raise CheckpointError(
             f"Expected a whole checkpoint in {folder}, but there is none: {reasons} To train from "
             "the beginning, remove them or choose another folder."

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TypeAlias
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -13,30 +12,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from shardplug.checkpoint import manifest as manifests
 from shardplug.checkpoint.commit import MANIFEST, locate
+from shardplug.checkpoint.dcp_folder import DcpFolder
 from shardplug.checkpoint.durable import CheckedFileSystem
 from shardplug.checkpoint.foreign import foreign_source
+from shardplug.checkpoint.safetensors_folder import SafetensorsFolder
 
 __all__ = ["Source", "open_source"]
-
-
-class Source(Protocol):
-    """A folder that tensors are read from."""
-
-    @property
-    def manifest(self) -> Mapping[str, Any]:
-        """What is in it, in the form of our own manifest."""
-
-    def model_key(self, index: int, name: str) -> str:
-        """Return DCP's key of a tensor of a model."""
-
-    def optimizer_key(self, index: int, name: str, key: str) -> str:
-        """Return DCP's key of a tensor in an optimizer's state."""
-
-    def storage_reader(self) -> StorageReader:
-        """Return a new reader of the folder's tensors."""
-
-    def besides_tensors(self) -> list[dict[str, Any]]:
-        """Return what each optimizer has besides tensors; ours is in `meta.pt`."""
 
 
 class OwnFolder:
@@ -67,10 +48,6 @@ class OwnFolder:
         reader.fs = CheckedFileSystem(self.manifest["files"], self.manifest["block_bytes"])
         return reader
 
-    def besides_tensors(self) -> list[dict[str, Any]]:
-        """Return what each optimizer has besides tensors."""
-        raise NotImplementedError("It is in meta.pt, which the Reader reads.")
-
 
 class _OrderedReader(FileSystemReader):
     """Reads each file from its beginning to its end."""
@@ -81,6 +58,10 @@ class _OrderedReader(FileSystemReader):
             return stored.relative_path, stored.offset
 
         return replace(plan, items=sorted(plan.items, key=place))
+
+
+Source: TypeAlias = OwnFolder | DcpFolder | SafetensorsFolder
+"""A folder that tensors are read from."""
 
 
 def open_source(path: Path) -> Source:

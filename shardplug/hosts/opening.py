@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardplug.checkpoint import Reader
-from shardplug.checkpoint import manifest as manifests
 from shardplug.checkpoint.renaming import Renaming
-from shardplug.checkpoint.resume import candidates
+from shardplug.checkpoint.resume import survey
 from shardplug.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -43,19 +42,11 @@ def naming_the_newest_whole(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def _newest_whole_beside(path: Path) -> str | None:
     # On this rank alone: the error that brought us here may have been raised on one rank only.
-    broken = {path.absolute(), path.resolve()}
-    whole: list[tuple[float, Path, Any]] = []
-    for folder in candidates(path.absolute().parent):
-        if folder in broken:
-            continue
-        try:
-            manifest = manifests.read(folder)
-        except (CheckpointError, OSError):
-            continue
-        whole.append((manifest.get("saved_at_seconds", 0.0), folder, manifest.get("step")))
-    if not whole:
+    newest = survey(path.absolute().parent).newest({path.absolute(), path.resolve()})
+    if newest is None:
         return None
-    _, folder, step = max(whole, key=lambda entry: entry[:2])
+    folder, manifest = newest
+    step = manifest.get("step")
     return str(folder) if step is None else f"{folder} (step {step})"
 
 
