@@ -19,7 +19,7 @@ from pathlib import Path
 from shardplug.checkpoint.durable import sync
 from shardplug.errors import CheckpointError
 
-__all__ = ["MANIFEST", "Aside", "is_leftover", "locate", "new_id"]
+__all__ = ["MANIFEST", "Aside", "is_leftover", "locate", "new_id", "nobody_in"]
 
 MANIFEST = "manifest.json"
 """Written last: a folder that has it is whole."""
@@ -168,7 +168,7 @@ def _clear(target: Path, *, keep_whole: bool) -> None:
         if match is None:
             continue
         original, save_id = parent / match["name"], entry.name[-8:]
-        with _dead(original.with_name(f".{match['name']}.tmp-{save_id}")) as dead:
+        with nobody_in(original.with_name(f".{match['name']}.tmp-{save_id}")) as dead:
             if dead is None:  # the file system has no locks
                 dead = original == target
             whole = (entry / MANIFEST).is_file()
@@ -181,7 +181,7 @@ def _clear(target: Path, *, keep_whole: bool) -> None:
 
 
 @contextmanager
-def _dead(folder: Path) -> Iterator[bool | None]:
+def nobody_in(folder: Path) -> Iterator[bool | None]:
     """Tell whether no living save works in a folder, and keep it so; None: it cannot be told."""
     try:
         handle = os.open(folder, os.O_RDONLY)

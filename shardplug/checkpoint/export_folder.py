@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from shardplug.checkpoint.commit import new_id
+from shardplug.checkpoint.commit import new_id, nobody_in
 from shardplug.checkpoint.durable import sync
 from shardplug.checkpoint.export_files import Item
 from shardplug.checkpoint.export_plan import ExportPlan
@@ -151,17 +151,9 @@ def _check_target(target: Path, overwrite: bool) -> None:
 def _clear(target: Path) -> None:
     """Remove what exports to the same place left when they were killed."""
     for path in target.parent.glob(f".{target.name}.export-*"):
-        try:
-            handle = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:  # it is alive
-            pass
-        finally:
-            os.close(handle)
+        with nobody_in(path) as dead:
+            if dead:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 # -- Tensors --------------------------------------------------------------------------------------
