@@ -59,7 +59,7 @@ class ZeroConfig:
     """Where optimizer state lives: on the device ("none"), in CPU memory, or in files ("nvme")."""
 
     offload_params: Tier = "none"
-    """Where parameter shards live between uses. Only "none" is available in this version."""
+    """Where parameter shards and gradients live between uses, at stage 3: as above."""
 
     nvme_path: str | None = None
     """Folder for swap files of the "nvme" tier; None leaves it to SHARDPLUG_NVME_PATH."""
@@ -96,16 +96,21 @@ class ZeroConfig:
                     f"{self.stage}, which holds whole parameters from the first forward of a "
                     "window to its last backward. Use stage=3, or offload_optimizer alone."
                 )
-            raise ConfigError(
-                f"offload_params={self.offload_params!r} is not available in this version of "
-                'shardplug: parameters live on the device. Use "none"; offload_optimizer="nvme" '
-                "moves two thirds of what rests there with Adam."
-            )
-        if self.nvme_path is not None and self.offload_optimizer != "nvme":
+            if self.offload_optimizer == "none":
+                raise ConfigError(
+                    f"Expected offload_optimizer too with offload_params={self.offload_params!r}, "
+                    "as the optimizer's state is larger than the parameters and is made where "
+                    'they are. Set offload_optimizer to "cpu" or "nvme".'
+                )
+        if self.nvme_path is not None and "nvme" not in (
+            self.offload_optimizer,
+            self.offload_params,
+        ):
             raise ConfigError(
                 f"nvme_path={self.nvme_path!r} has no effect with "
-                f"offload_optimizer={self.offload_optimizer!r}: no state lives in files. Set "
-                'offload_optimizer="nvme", or leave nvme_path out.'
+                f"offload_optimizer={self.offload_optimizer!r} and "
+                f"offload_params={self.offload_params!r}: no state lives in files. Set one to "
+                '"nvme", or leave nvme_path out.'
             )
         if isinstance(self.nvme_path, os.PathLike):
             object.__setattr__(self, "nvme_path", os.fspath(self.nvme_path))
@@ -194,16 +199,9 @@ class ZeroConfig:
 
 
 def _preset(name: str) -> dict[str, Any]:
-    available = [known for known, fields in _PRESETS.items() if "offload_params" not in fields]
     fields = _PRESETS.get(name.lower())
     if fields is None:
-        raise ConfigError(f"Expected a preset out of {', '.join(available)}, got {name!r}.")
-    if name.lower() not in available:
-        raise ConfigError(
-            f"The preset {name!r} is not available in this version of shardplug, which keeps "
-            'parameters on the device. Use "zero3,offload_optimizer=nvme" or '
-            'ZeroStrategy(stage=3, offload_optimizer="nvme", nvme_path=...).'
-        )
+        raise ConfigError(f"Expected a preset out of {', '.join(_PRESETS)}, got {name!r}.")
     return fields
 
 

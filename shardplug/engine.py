@@ -37,6 +37,7 @@ from shardplug.optim import Binding
 if TYPE_CHECKING:
     from shardplug.checkpoint.background import Background
     from shardplug.optim.streamed import StreamedOptimizer
+    from shardplug.params import ParameterTier
     from shardplug.tiers import Tier
 
 __all__ = ["ZeroEngine"]
@@ -101,6 +102,7 @@ class ZeroEngine:
         self._control = control_group(self.device)
         settle_at_exit()
         self._tier = self._open_tier()
+        self._parameters = self._open_parameter_tier()
         self._streamed: weakref.WeakKeyDictionary[torch.optim.Optimizer, StreamedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -176,7 +178,11 @@ class ZeroEngine:
             cast_inputs=cast_inputs,
             forward_methods=forward_methods,
             prefetch=self.config.prefetch,
+            on_cpu=self.config.offload_params == "cpu",
+            on_unit=self._move_shards,
         )
+        self._move_shards(*(m for m in model.modules() if isinstance(m, FSDPModule)))
+        self._meet("Moving parameters to files")
         self._binding.record(before, model)
         assert isinstance(model, FSDPModule)
         self._schedule.attach(model)
@@ -205,6 +211,7 @@ class ZeroEngine:
             forward_methods,
             on_enter=agreement.window_opens,
             on_exit=functools.partial(self._emit, "after_forward"),
+            on_leave=functools.partial(self._meet, "The forward"),
         )
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         UnitArguments(units, resharded=self._stage.reshard_after_forward)
@@ -251,7 +258,9 @@ class ZeroEngine:
         if self._tier is not None:
             from shardplug.optim.streamed import StreamedOptimizer
 
-            self._streamed[optimizer] = StreamedOptimizer(optimizer, self._tier, self._control)
+            self._streamed[optimizer] = StreamedOptimizer(
+                optimizer, self._tier, self._control, self._parameters
+            )
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.zero_grad = functools.partial(  # type: ignore[method-assign]
@@ -265,15 +274,40 @@ class ZeroEngine:
     def _open_tier(self) -> Tier | None:
         if self.config.offload_optimizer == "none":
             return None
+        return self._open(self.config.offload_optimizer, "offload_optimizer")
+
+    def _open(self, name: str, option: str) -> Tier:
         from shardplug.tiers import open_tier
 
         return open_tier(
-            self.config.offload_optimizer,
+            name,
             self.config.nvme_path,
             self._control,
             pinned=self.device.type != "cpu",
-            what="offload_optimizer",
+            what=option,
         )
+
+    def _open_parameter_tier(self) -> ParameterTier | None:
+        if self.config.offload_params != "nvme":
+            return None
+        from shardplug.params import ParameterTier
+        from shardplug.tiers.disk import DiskTier
+
+        tier = self._tier
+        if not isinstance(tier, DiskTier):  # optimizer state is elsewhere
+            tier = self._open("nvme", "offload_params")
+            assert isinstance(tier, DiskTier)
+        return ParameterTier(tier, self.config.prefetch, self._control)
+
+    def _move_shards(self, *units: nn.Module) -> None:
+        if self._parameters is not None:
+            for unit in units:
+                self._parameters.adopt(unit, self.device)
+
+    def _meet(self, doing: str) -> None:
+        """Raise on every rank what has failed on one since the ranks last met."""
+        if self._parameters is not None:
+            self._parameters.raise_failure(doing)
 
     def _resting_parameters(self, model: nn.Module) -> list[nn.Parameter]:
         replicated = next(s.replicated for s in self._sharded if s.model is model)
@@ -314,6 +348,7 @@ class ZeroEngine:
         if self._schedule.last:
             for sharded in self._sharded:
                 sharded.agreement.window_closes()
+        self._meet("The backward")
         self._emit("after_backward")
 
     def _on_backward(self) -> None:
@@ -353,6 +388,8 @@ class ZeroEngine:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.reshard()
+        if self._parameters is not None:
+            self._parameters.after_step(self._streamed[optimizer].last_step)
         self._emit("after_step")
 
     def _zero_model(
@@ -504,8 +541,7 @@ class ZeroEngine:
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if keep:
                 # At world size 1 the whole is the shard itself, which the next step changes.
-                local = _torch.local_tensor(value).untyped_storage()
-                shared = full.untyped_storage().data_ptr() == local.data_ptr()
+                shared = _torch.share_memory(full, _torch.local_tensor(value))
                 whole[name] = full.detach().to("cpu", copy=shared)
         return whole
 
@@ -549,6 +585,9 @@ class ZeroEngine:
         Kinds on the device are "master_shards", "gathered", "gradients" and "optimizer_state".
         With `offload_optimizer` there are also "optimizer_state_cpu" (in CPU memory),
         "optimizer_state_nvme" (in files) and "staging", the memory that state is moved through.
+        With `offload_params` "nvme" there are "master_shards_nvme", "gradients_nvme" (reduced ones)
+        and "compute_copies_nvme" (in `param_dtype`) in files; with "cpu" "master_shards_cpu" and
+        "gradients_cpu".
         "snapshot" is CPU memory, held from the first save with `async_save` to `wait_for_save`.
         """
         kinds: dict[str, list[torch.Tensor]] = {
@@ -576,25 +615,43 @@ class ZeroEngine:
                     v for v in state.values() if isinstance(v, torch.Tensor)
                 ]
         held = {kind: _torch.storage_bytes(tensors) for kind, tensors in kinds.items()}
+        if self.config.offload_params == "cpu":
+            replicated = [p.data for sharded in self._sharded for p in sharded.replicated]
+            on_device = _torch.storage_bytes(replicated)
+            held["master_shards_cpu"] = held["master_shards"] - on_device
+            held["master_shards"] = on_device
+            reduced = [p.grad for p in self._all_resting_parameters() if p.grad is not None]
+            held["gradients_cpu"] = _torch.storage_bytes(
+                grad for grad in reduced if isinstance(grad, DTensor)
+            )
+            held["gradients"] -= held["gradients_cpu"]
         held["snapshot"] = 0 if self._background is None else self._background.memory.num_bytes
         if self._tier is None:
             return held
         elsewhere["staging"] += self._tier.staging_bytes
-        return {**held, **elsewhere}
+        if self._parameters is None:
+            return {**held, **elsewhere}
+        elsewhere["staging"] += self._parameters.staging_bytes
+        if self._parameters.tier is not self._tier:
+            elsewhere["staging"] += self._parameters.tier.staging_bytes
+        return {**held, **elsewhere, **self._parameters.held_bytes(kinds["gradients"])}
 
     def traffic(self) -> dict[str, float]:
-        """Return what the optimizers' latest steps moved between the device and their tier.
+        """Return what the latest step moved between memory and its tiers, on this rank.
 
         Returns:
             "bytes_read", "bytes_written" and "waited_seconds" (time that the training stood still
-            for them) on this rank. Zeros without `offload_optimizer`, and for "cpu" on CPU ranks,
-            where the state is used in place.
+            for them): of the optimizers' latest steps and, with `offload_params`, of the gathers
+            and gradients before them. Zeros without offload, and for "cpu" on CPU ranks, where
+            the state is used in place.
         """
-        steps = [streamed.last_step for streamed in self._streamed.values()]
+        moved = [streamed.last_step for streamed in self._streamed.values()]
+        if self._parameters is not None:
+            moved.append(self._parameters.last_step)
         return {
-            "bytes_read": sum(step.bytes_read for step in steps),
-            "bytes_written": sum(step.bytes_written for step in steps),
-            "waited_seconds": sum(step.waited_seconds for step in steps),
+            "bytes_read": sum(step.bytes_read for step in moved),
+            "bytes_written": sum(step.bytes_written for step in moved),
+            "waited_seconds": sum(step.waited_seconds for step in moved),
         }
 
     def add_phase_listener(self, listener: Callable[[str], None]) -> None:

@@ -212,8 +212,9 @@ def _refuse_plugin_settings(plugin: Any) -> None:
         raise ConfigError(f"Expected fsdp_version 2, got {plugin.fsdp_version}.")
     if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
         raise ConfigError(
-            "fsdp_offload_params: true is not available yet: parameters live on the device. Set it "
-            'to false; "shardplug:zero3_cpu" keeps the optimizer\'s state in CPU memory.'
+            "Expected fsdp_offload_params: false, as fsdp_sharding_strategy says what lives where: "
+            '"shardplug:zero3_cpu,offload_params=cpu" keeps parameters, gradients and optimizer '
+            "state in CPU memory."
         )
     if getattr(plugin, "activation_checkpointing_offload", False):  # accelerate >= 1.15
         raise ConfigError(

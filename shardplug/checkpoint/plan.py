@@ -154,6 +154,7 @@ def plan_optimizer(
     optimizer: torch.optim.Optimizer | None,
     *,
     strict: bool = True,
+    in_place: bool = False,
 ) -> OptimizerPlan:
     """Pair an optimizer's parameters with those of the checkpoint.
 
@@ -164,6 +165,7 @@ def plan_optimizer(
         models: The models that own the parameters.
         optimizer: The optimizer, or None for all parameters of the models.
         strict: Refuse a checkpoint with groups that the optimizer lacks.
+        in_place: Read state that lives in a tier straight into it.
 
     Raises:
         CheckpointError: For groups or shapes that do not match.
@@ -191,7 +193,10 @@ def plan_optimizer(
         if shape is not None and shape != tuple(parameter.shape):
             wrong.append(f"{name}: {shape} in the checkpoint, {tuple(parameter.shape)} here")
             continue
-        targets[name] = {key: _empty(entry, parameter) for key, entry in entries.items()}
+        targets[name] = {
+            key: _target(entry, parameter, key, optimizer if in_place else None)
+            for key, entry in entries.items()
+        }
     if wrong:
         raise CheckpointError(
             "Expected optimizer state for parameters of equal shapes, got " + "; ".join(wrong) + "."
@@ -235,6 +240,21 @@ def _saved_shape(manifest: Mapping[str, Any], name: str) -> tuple[int, ...] | No
     models = manifest["models"]
     entry = models[index].get(tail if separator else name) if index < len(models) else None
     return None if entry is None else tuple(entry["shape"])
+
+
+def _target(
+    entry: Mapping[str, Any],
+    parameter: nn.Parameter,
+    key: str,
+    optimizer: torch.optim.Optimizer | None,
+) -> torch.Tensor:
+    """Return what one value is read into: its place in a tier, or new memory."""
+    place = getattr(None if optimizer is None else optimizer.state, "target", None)
+    if place is not None and tuple(entry["shape"]) == tuple(parameter.shape):
+        found: torch.Tensor | None = place(parameter, key, dtype_of(entry))
+        if found is not None:
+            return found
+    return _empty(entry, parameter)
 
 
 def _empty(entry: Mapping[str, Any], parameter: nn.Parameter) -> torch.Tensor:

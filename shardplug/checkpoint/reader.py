@@ -34,6 +34,7 @@ from shardplug.checkpoint.plan import (
     plan_optimizer,
     whole_targets,
 )
+from shardplug.checkpoint.planners import LoadPlanner
 from shardplug.checkpoint.renaming import Renaming
 from shardplug.checkpoint.rng import set_rng_state
 from shardplug.checkpoint.source import OwnFolder, Source, open_source
@@ -196,7 +197,7 @@ class Reader:
                     for index, model in enumerate(owners)
                 ],
                 [
-                    self._plan_optimizer(index, owners, optimizer, strict=strict)
+                    self._plan_optimizer(index, owners, optimizer, strict=strict, in_place=True)
                     for index, optimizer in enumerate(optimizers)
                 ],
             )
@@ -208,6 +209,10 @@ class Reader:
             tensors |= self._model_keys(index, found.by_saved_name())
         for index, state in enumerate(optimizer_plans):
             tensors |= self._optimizer_keys(index, state.by_saved_name())
+        for optimizer in optimizers:
+            begin_load = getattr(optimizer.state, "begin_load", None)
+            if begin_load is not None:
+                begin_load()
         try:
             self._read(tensors)
         except CheckpointError as error:
@@ -322,6 +327,7 @@ class Reader:
         optimizer: torch.optim.Optimizer | None,
         *,
         strict: bool = True,
+        in_place: bool = False,
     ) -> OptimizerPlan:
         if index >= self.num_optimizers:
             raise CheckpointError(
@@ -330,7 +336,9 @@ class Reader:
                 "from a full checkpoint."
             )
         groups = self._renaming.groups(self._file[PARAM_GROUPS][index])
-        return plan_optimizer(self.manifest, index, groups, models, optimizer, strict=strict)
+        return plan_optimizer(
+            self.manifest, index, groups, models, optimizer, strict=strict, in_place=in_place
+        )
 
     def _agree_on_what(
         self, models: int, optimizers: Sequence[torch.optim.Optimizer], strict: bool
@@ -385,6 +393,7 @@ class Reader:
                 load_tensors(
                     dict(tensors),
                     storage_reader=self._source.storage_reader(),
+                    planner=LoadPlanner(),
                     process_group=group,
                     no_dist=alone,
                 )

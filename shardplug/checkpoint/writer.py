@@ -32,6 +32,7 @@ from shardplug.checkpoint.durable import (
     sync,
 )
 from shardplug.checkpoint.manifest import describe, optimizer_key, state_key, to_json
+from shardplug.checkpoint.planners import SavePlanner
 from shardplug.checkpoint.rng import rng_state
 from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory, SnapshotPlanner
 from shardplug.core import _torch
@@ -227,7 +228,7 @@ class Draft:
         _torch.save_tensors(
             self._tensors(),
             storage_writer=writer,
-            planner=None if self._snapshot is None else SnapshotPlanner(self._snapshot),
+            planner=SavePlanner() if self._snapshot is None else SnapshotPlanner(self._snapshot),
             process_group=group,
             no_dist=self._size == 1,
         )

@@ -21,11 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardplug.errors import ModelError
+
 __all__ = [
     "BackwardWatch",
     "GradScaler",
+    "TensorWithoutMemory",
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
+    "after_gradient",
     "after_root_backward",
     "announce_collectives",
     "attention_by_kernel",
@@ -38,13 +42,16 @@ __all__ = [
     "guard_partial_reads",
     "has_unreduced_gradients",
     "is_read_of_value",
+    "keep_shard_elsewhere",
     "laid_out_like",
+    "layout_of_shard",
     "leave_unused_inputs_alone",
     "local_tensor",
     "managed_parameters",
     "master_tensors",
     "may_reduce_late",
     "multiply_all",
+    "own_groups",
     "refresh_dtypes",
     "register_extra_outputs",
     "replaced_parameters",
@@ -55,6 +62,7 @@ __all__ = [
     "set_collectives",
     "set_gather_ahead",
     "settle_root",
+    "settle_shard",
     "sharded_of_gathered",
     "storage_bytes",
     "tree_leaves",
@@ -211,14 +219,40 @@ def drop_unreduced_gradients(root: nn.Module, only: set[int] | None = None) -> N
                 whole.grad = None
 
 
+class TensorWithoutMemory(torch.Tensor):
+    """A tensor of a shape, dtype and device, whose values are elsewhere.
+
+    Args:
+        like: Has the attributes shape, dtype and device.
+    """
+
+    @staticmethod
+    def __new__(cls, like: Any) -> TensorWithoutMemory:
+        """Make the tensor without a storage."""
+        made: TensorWithoutMemory = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
+        return made
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum the bytes of the distinct storages behind `tensors`."""
+    """Sum the bytes of the distinct storages behind `tensors`; those in a tier have none."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        storage = local_tensor(tensor).untyped_storage()
+        local = local_tensor(tensor)
+        if isinstance(local, TensorWithoutMemory):
+            continue
+        storage = local.untyped_storage()
         if storage.nbytes():
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one storage, or one has none."""
+    if isinstance(one, TensorWithoutMemory) or isinstance(other, TensorWithoutMemory):
+        return isinstance(one, TensorWithoutMemory)
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def reset_iteration(root: nn.Module) -> None:
@@ -591,3 +625,55 @@ def is_read_of_value(func: Any) -> bool:
 def gathered_units(root: nn.Module) -> list[str]:
     """Return the names of the units whose parameters are whole at the moment."""
     return [name for name, group in unit_groups(root) if group.is_unsharded]
+
+
+def own_groups(unit: nn.Module) -> list[Any]:
+    """Return the FSDP2 parameter groups of one unit, without those of units inside."""
+    assert isinstance(unit, FSDPModule)
+    return _groups_of(unit)
+
+
+def settle_shard(param: Any) -> None:
+    """Let FSDP2 take over what stands in the module now for one of its parameters."""
+    param.reset_sharded_param()
+
+
+def layout_of_shard(param: Any) -> tuple[nn.Parameter, torch.Size, torch.dtype]:
+    """Return the sharded parameter, the padded shape of its part, and the dtype gathers have."""
+    parameter: nn.Parameter = param.sharded_param
+    low = param.mp_policy.param_dtype
+    compute = low if low is not None and parameter.is_floating_point() else parameter.dtype
+    return parameter, param.padded_sharded_param_size, compute
+
+
+def keep_shard_elsewhere(param: Any, tensor: torch.Tensor) -> None:
+    """Let a tensor with FSDP2's extension hooks stand for a parameter's part of the shard.
+
+    Args:
+        param: FSDP2's parameter.
+        tensor: Has the part's shape and dtype, and need not have memory.
+    """
+    param.sharded_param._local_tensor = tensor
+    param._sharded_param_data = tensor
+    # It would pad the part, and take its address.
+    param.reset_sharded_param = functools.partial(_require_kept, param, tensor)
+    param._init_extensions()
+
+
+def _require_kept(param: Any, tensor: torch.Tensor) -> None:
+    info = param._module_info
+    now = getattr(info.module, info.param_name)
+    if now is not param.sharded_param and now is not getattr(param, "_unsharded_param", None):
+        raise ModelError(
+            f"Expected {param._param_fqn or info.param_name} to be the parameter that was sharded, "
+            "as its values rest in a tier, but it was replaced. Copy values into it (copy_, "
+            "load_state_dict without assign=True), or change it before it is sharded."
+        )
+
+
+def after_gradient(parameter: nn.Parameter, action: Callable[[torch.Tensor], None]) -> None:
+    """Call `action` with the parameter each time its gradient was reduced, frozen now or not."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hook of a frozen one
+    parameter.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trained)

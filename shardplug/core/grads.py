@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardplug.core._torch import clamp_all, local_tensor, multiply_all
+from shardplug.core.tier_tensor import in_tier
 
 __all__ = ["clip_by_value", "global_norm", "scale_to_norm"]
 
@@ -55,10 +56,16 @@ def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.devi
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(
-        [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64) for t in tensors]
-    ).to(device)
+    norms = torch.stack([_norm(tensor, norm_type) for tensor in tensors]).to(device)
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+
+
+def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    stored = in_tier(tensor)
+    if stored is not None:
+        return stored.p_norm(norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64)
+    return norm
 
 
 def scale_to_norm(parameters: Iterable[torch.Tensor], norm: float, max_norm: float) -> None:
@@ -69,7 +76,14 @@ def scale_to_norm(parameters: Iterable[torch.Tensor], norm: float, max_norm: flo
     factor = max_norm / (norm + 1e-6)
     if factor >= 1.0:
         return
-    _foreach(parameters, lambda grads: multiply_all(grads, factor))
+
+    def scale(grads: list[torch.Tensor]) -> None:
+        if in_tier(grads[0]) is not None:
+            grads[0].mul_(factor)  # remembered, and done when it is read
+        else:
+            multiply_all(grads, factor)
+
+    _foreach(parameters, scale)
 
 
 def clip_by_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -82,11 +96,13 @@ def clip_by_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None
 
 
 def _foreach(parameters: Iterable[torch.Tensor], change: object) -> None:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    by_kind: dict[object, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             grad = local_tensor(parameter.grad)
-            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+            # Those in a tier one by one: each is read into memory to be changed.
+            kind = (grad.device, grad.dtype, grad if in_tier(grad) is not None else None)
+            by_kind.setdefault(kind, []).append(grad)
     with torch.no_grad():
         for grads in by_kind.values():
             change(grads)  # type: ignore[operator]

@@ -28,6 +28,7 @@ class RootCalls:
         stage: The row of the stage table.
         on_enter: Called before an outermost call that records gradients.
         on_exit: Called after it.
+        on_leave: Called after any outermost call.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class RootCalls:
         methods: Sequence[str],
         on_enter: Callable[[], None],
         on_exit: Callable[[], None],
+        on_leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
+        self._on_leave = on_leave
         self._stage = stage
         self._on_enter = on_enter
         self._on_exit = on_exit
@@ -84,6 +87,7 @@ class RootCalls:
             self._on_exit()
         elif not self.keep_gathered:
             reshard_all(self._root)
+        self._on_leave()
 
     def reset(self) -> None:
         """Forget a call that an exception ended."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from shardplug.core._torch import set_gather_ahead
@@ -68,8 +74,16 @@ def shard_model(
     cast_inputs: bool,
     forward_methods: Sequence[str],
     prefetch: int,
+    on_cpu: bool = False,
+    on_unit: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Shard `model` in place. All ranks take part; peak memory is the shards plus one unit."""
+    """Shard `model` in place. All ranks take part; peak memory is the shards plus one unit.
+
+    `on_unit` is called with each unit once its shards have their values, or nearly: a shard that
+    is read from files and shared with a later unit gets them with that one. `on_cpu` keeps the
+    shards, and gradients, in CPU memory beside another device.
+    """
+    rest = CPUOffloadPolicy() if on_cpu and device.type != "cpu" else OffloadPolicy()
     waiting = waiting_in(model)
     check_same_model(model, waiting=waiting)
     _warn_low_masters(model, precision)
@@ -90,8 +104,12 @@ def shard_model(
             reshard_after_forward=stage.reshard_after_forward and unit is not model,
             mp_policy=precision.policy(cast_inputs=cast_inputs or unit is not model),
             ignored_params=ignored,
+            offload_policy=rest,
         )
+        filler.let_go(inside)
         filler.fill_shards()
+        if on_unit is not None:
+            on_unit(unit)
     filler.finish()
     for name in forward_methods:
         if not callable(getattr(model, name, None)):

@@ -92,6 +92,7 @@ class Filler:
         self._whole = None if whole is None else set(whole)
         self._alone = alone
         self._made: dict[torch.Tensor, torch.Tensor] = {}
+        self._filled: list[torch.Tensor] = []
         self._to_shard: list[tuple[nn.Module, str, StoredTensor]] = []
         self._new_names: list[str] = []
         self._failure: Exception | None = None
@@ -124,6 +125,7 @@ class Filler:
             made = self._made.get(tensor)
             if made is None:
                 made = self._made[tensor] = _on_device(tensor, self._device)
+                self._filled.append(tensor)
                 if stored is not None:
                     self._read(made, stored)
                 else:
@@ -140,6 +142,14 @@ class Filler:
         for tensor in to_send:
             # As bytes: not every backend sends bool, complex or integer tensors.
             dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)
+
+    def let_go(self, modules: list[nn.Module]) -> None:
+        """Forget whole parameters that stood on modules and were sharded, so that they go."""
+        there = {id(tensor) for _, _, tensor in own_tensors(modules)}
+        for tensor in self._filled:
+            if isinstance(self._made[tensor], nn.Parameter) and id(self._made[tensor]) not in there:
+                del self._made[tensor]
+        self._filled.clear()
 
     def fill_shards(self) -> None:
         """Read this rank's rows of the parameters that were sharded since the last call."""

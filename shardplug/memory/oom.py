@@ -140,7 +140,7 @@ def _on_the_device(engine: HeldEngine) -> dict[str, int]:
     """Leave out what is in files, and on a GPU what is in the host's memory."""
     held = engine.memory()
     if engine.device.type == "cpu":
-        return {kind: size for kind, size in held.items() if kind != "optimizer_state_nvme"}
+        return {kind: size for kind, size in held.items() if not kind.endswith("_nvme")}
     return {kind: held[kind] for kind in BOOK_KINDS}
 
 

@@ -23,11 +23,16 @@ __all__ = ["PngSink", "draw_png"]
 # palette, told apart with colour blindness too.
 _COLORS = {
     "master_shards": "#0072B2",
+    "master_shards_cpu": "#6699CC",
+    "master_shards_nvme": "#332288",
+    "compute_copies_nvme": "#AA4499",
     "optimizer_state": "#009E73",
     "optimizer_state_cpu": "#F0E442",
     "optimizer_state_nvme": "#999933",
     "staging": "#882255",
     "gradients": "#E69F00",
+    "gradients_cpu": "#DDCC77",
+    "gradients_nvme": "#CC6677",
     "gathered": "#56B4E9",
     "snapshot": "#CC79A7",
     "other": "#BBBBBB",
@@ -39,6 +44,11 @@ _LABELS = {
     "optimizer_state": "optimizer state",
     "snapshot": "snapshot of a save",
     "other": "activations and other",
+    "master_shards_cpu": "master shards, CPU memory",
+    "master_shards_nvme": "master shards, files",
+    "compute_copies_nvme": "copies to compute with, files",
+    "gradients_cpu": "gradients, CPU memory",
+    "gradients_nvme": "gradients, files",
     "optimizer_state_cpu": "optimizer state, CPU memory",
     "optimizer_state_nvme": "optimizer state, files",
     "staging": "staging buffers",
@@ -205,7 +215,7 @@ def _stacked(row: MemoryRow, kind: str) -> int:
     """Bytes of a kind in the memory that is measured."""
     if kind not in TIER_KINDS:
         return row.by_kind[kind]
-    measured = row.tiers_measured_bytes and kind != "optimizer_state_nvme"
+    measured = row.tiers_measured_bytes and not kind.endswith("_nvme")
     return row.by_tier[kind] if measured else 0
 
 

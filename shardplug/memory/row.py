@@ -12,7 +12,16 @@ BOOK_KINDS = ("master_shards", "gathered", "gradients", "optimizer_state")
 KINDS = (*BOOK_KINDS, "snapshot", "other")
 """Every kind; "other" is what is measured and not in the books: activations, buffers, caches."""
 
-TIER_KINDS = ("optimizer_state_cpu", "optimizer_state_nvme", "staging")
+TIER_KINDS = (
+    "master_shards_cpu",
+    "master_shards_nvme",
+    "compute_copies_nvme",
+    "gradients_cpu",
+    "gradients_nvme",
+    "optimizer_state_cpu",
+    "optimizer_state_nvme",
+    "staging",
+)
 """State outside the device, in CPU memory and in files, and the memory it is moved through."""
 
 PHASES = ("after_forward", "after_backward", "after_step")
@@ -56,6 +65,21 @@ class MemoryRow:
 
     held_bytes: int
     """Raw reading: resident set size (CPU) or memory reserved by the allocator (GPU)."""
+
+    master_shards_cpu_bytes: int = 0
+    """Parameters that rest in CPU memory."""
+
+    master_shards_nvme_bytes: int = 0
+    """Parameters that rest in swap files."""
+
+    compute_copies_nvme_bytes: int = 0
+    """Copies of them in the dtype of the computation, in swap files."""
+
+    gradients_cpu_bytes: int = 0
+    """Reduced gradients in CPU memory."""
+
+    gradients_nvme_bytes: int = 0
+    """Reduced gradients in swap files."""
 
     optimizer_state_cpu_bytes: int = 0
     """Optimizer state in CPU memory."""

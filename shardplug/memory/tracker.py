@@ -167,7 +167,7 @@ class MemoryTracker:
         """Bytes of the tiers that are in the memory which is measured."""
         if self._engine.device.type != "cpu":
             return 0
-        return books.get("optimizer_state_cpu", 0) + books.get("staging", 0)
+        return sum(books.get(kind, 0) for kind in TIER_KINDS if not kind.endswith("_nvme"))
 
     def _held(self, books: dict[str, int]) -> int:
         return sum(self._kinds(books)) + self._beside(books)

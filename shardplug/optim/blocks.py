@@ -21,6 +21,7 @@ import torch
 
 from shardplug.core._torch import local_tensor
 from shardplug.errors import OptimizerError
+from shardplug.params.shard import ShardTensor
 from shardplug.tiers.protocol import Region, aligned
 
 __all__ = ["Block", "Entry", "Piece", "lay_out"]
@@ -135,6 +136,8 @@ def lay_out(entries: Iterable[Entry], block_bytes: int) -> list[Block]:
         parameter = local_tensor(entry.parameter)
         widths = [parameter.element_size(), *(d.itemsize for d in entry.keys.values())]
         most = max(block_bytes // max(widths) // _CUT_ELEMENTS, 1) * _CUT_ELEMENTS
+        if isinstance(parameter, ShardTensor):
+            most = parameter.holder.pieces.elements  # weights and state are cut alike
         own_kind = (parameter.dtype, parameter.device, tuple(sorted(map(str, entry.keys.items()))))
         low, end = 0, parameter.numel()
         while low < end or not entry.pieces:  # an empty part has its counters to keep too

@@ -18,7 +18,19 @@ class StateStore(Protocol):
     entries: dict[torch.Tensor, Entry]
 
     def read(self, entry: Entry, key: str) -> torch.Tensor:
-        """Return a copy of a value, laid out like the parameter, on the CPU."""
+        """Return a copy of this rank's part of a value, on the CPU."""
+
+    def tensor(self, entry: Entry, key: str) -> torch.Tensor:
+        """Return a value laid out like the parameter; touching it reads or writes the tier."""
+
+    def write_rows(self, entry: Entry, key: str, first: int, values: torch.Tensor) -> None:
+        """Replace rows of a value, whether or not the parameter has state yet."""
+
+    def target(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the tensor to load a value into, or None where it has no place of this dtype."""
+
+    def distrust(self, why: str) -> None:
+        """Refuse the state until it is replaced as a whole."""
 
     def write(self, entry: Entry, key: str, value: Any) -> None:
         """Replace a value, or add it."""
@@ -37,9 +49,10 @@ class StateStore(Protocol):
 
 
 class ParameterState(MutableMapping[str, Any]):
-    """State of one parameter: reading a value fetches it, assigning one stores it.
+    """State of one parameter: assigning a value stores it.
 
-    What is read is a copy that torch refuses to change in place, since the change would be lost.
+    The values are tensors that read the tier when they are touched, and write what an operation
+    changes in place.
     """
 
     def __init__(self, store: StateStore, entry: Callable[[], Entry]) -> None:
@@ -47,11 +60,10 @@ class ParameterState(MutableMapping[str, Any]):
         self._entry = entry
 
     def copied(self) -> dict[str, Any]:
-        """Return all values as they are now, in a dictionary of the caller's own."""
-        entry = self._entry()
+        """Return all values as they are now, in memory, in a dictionary of the caller's own."""
         return {
-            key: entry.scalars[key] if key in entry.scalars else self._store.read(entry, key)
-            for key in self._keys()
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in self.items()
         }
 
     def _keys(self) -> list[str]:
@@ -64,8 +76,7 @@ class ParameterState(MutableMapping[str, Any]):
             return entry.scalars[key]
         if not entry.holds(key):
             raise KeyError(key)
-        with torch.inference_mode():
-            return self._store.read(entry, key)
+        return self._store.tensor(entry, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._store.write(self._entry(), key, value)
@@ -127,6 +138,14 @@ class StreamedState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
 
     def __len__(self) -> int:
         return sum(entry.has_state for entry in self._store.entries.values())
+
+    def target(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the tensor to load a value into, in the tier; None for one that is not there."""
+        return self._store.target(parameter, key, dtype)
+
+    def begin_load(self) -> None:
+        """Refuse the state until what is being read is in place."""
+        self._store.distrust("A checkpoint was being read into it.")
 
     def clear(self) -> None:
         """Drop all state."""

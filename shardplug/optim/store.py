@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from shardplug.core._torch import laid_out_like, local_tensor
+from shardplug.core._torch import local_tensor
 from shardplug.errors import OptimizerError, StorageError
 from shardplug.optim.blocks import Block, Entry, lay_out
 from shardplug.optim.classes import Runner
+from shardplug.optim.values import stored_value, value_tensor
 from shardplug.tiers.protocol import Region, Tier
 
 __all__ = ["Store"]
@@ -145,6 +146,9 @@ class Store:
     def entry_of(self, parameter: torch.Tensor) -> Entry:
         """Return the parameter's entry; made, with its room, when it is new."""
         self.require_sound()
+        return self._entry_of(parameter)
+
+    def _entry_of(self, parameter: torch.Tensor) -> Entry:
         if parameter not in self.entries:
             optimizer = self._optimizer()
             assert optimizer is not None
@@ -164,8 +168,20 @@ class Store:
         entry.scalars.clear()
         entry.has_state = False
 
+    def tensor(self, entry: Entry, key: str) -> torch.Tensor:
+        """Return a value laid out like the parameter; touching it reads or writes the tier."""
+        self.require_sound()
+        return value_tensor(self, entry, key, entry.keys[key])
+
+    def target(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the tensor to load a value into, or None where it has no place of this dtype."""
+        entry = self._entry_of(parameter)
+        if entry.keys.get(key) != dtype:
+            return None
+        return value_tensor(self, entry, key, dtype)
+
     def read(self, entry: Entry, key: str) -> torch.Tensor:
-        """Return a copy of a value, laid out like the parameter, on the CPU."""
+        """Return a copy of this rank's part of a value, on the CPU."""
         self.require_sound()
         shape = local_tensor(entry.parameter).shape
         whole = torch.empty(shape, dtype=entry.keys[key])
@@ -181,7 +197,7 @@ class Store:
                 if other is piece:
                     flat[piece.low : piece.high].copy_(view)
             self._tier.put_back(regions[index], changed=False)
-        return laid_out_like(whole, entry.parameter)
+        return whole
 
     @torch.no_grad()
     def write(self, entry: Entry, key: str, value: Any) -> None:
@@ -192,6 +208,10 @@ class Store:
             StorageError: When it cannot be written.
         """
         self.require_sound()
+        stored = stored_value(value)
+        if stored is not None and stored.is_in(self, entry, key):
+            entry.has_state = True  # it was loaded to where it belongs
+            return
         local = _local(value)
         target = local_tensor(entry.parameter)
         if not isinstance(local, torch.Tensor) or local.ndim == 0:
@@ -218,6 +238,32 @@ class Store:
             self._tier.put_back(region, changed=True)
         self._tier.flush()
         entry.has_state = True
+
+    @torch.no_grad()
+    def write_rows(self, entry: Entry, key: str, first: int, values: torch.Tensor) -> None:
+        """Replace rows of a value, whether or not the parameter has state yet.
+
+        Raises:
+            StorageError: When they cannot be written.
+        """
+        if not values.numel():
+            return
+        shape = local_tensor(entry.parameter).shape
+        flat = values.detach().reshape(-1)
+        begin = first * (shape.numel() // shape[0])
+        end = begin + flat.numel()
+        for piece in entry.pieces:
+            low, high = max(piece.low, begin), min(piece.high, end)
+            if low >= high:
+                continue
+            self.make_regions(piece.block)
+            region = piece.block.regions[key]
+            memory = self._tier.get(region)  # what is beside it may have been loaded already
+            for other, view in piece.block.views(key, memory):
+                if other is piece:
+                    view[low - piece.low : high - piece.low].copy_(flat[low - begin : high - begin])
+            self._tier.put_back(region, changed=True)
+        self._tier.flush()
 
     def _set_dtype(self, entry: Entry, key: str, dtype: torch.dtype) -> None:
         """Keep a key in the dtype its values come in, where no other value is there yet."""

@@ -17,6 +17,8 @@ from shardplug.optim.classes import Runner, is_like
 from shardplug.optim.journal import Journal
 from shardplug.optim.state import ParameterState, StreamedState
 from shardplug.optim.store import Store
+from shardplug.optim.weights import StoredWeights
+from shardplug.params import ParameterTier
 from shardplug.tiers.agree import raise_together
 from shardplug.tiers.protocol import Tier, Traffic
 
@@ -37,6 +39,9 @@ class _Fetched:
 
     views: dict[Piece, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Values of each piece within them."""
+
+    weights: dict[Piece, torch.Tensor] = field(default_factory=dict)
+    """Weights of the pieces whose parameter rests in a tier, each with its gradient."""
 
 
 _Changed = dict[str, dict[Piece, torch.Tensor | None]]
@@ -66,6 +71,7 @@ class StreamedOptimizer:
         optimizer: The user's optimizer, bound to the sharded parameters.
         tier: Where its state is to live. Room for all of it is reserved now.
         group: All ranks, with messages on the CPU.
+        parameters: Where parameters rest, where that is a tier too.
 
     Raises:
         OptimizerError: When its class cannot be run block by block.
@@ -77,14 +83,21 @@ class StreamedOptimizer:
         optimizer: torch.optim.Optimizer,
         tier: Tier,
         group: dist.ProcessGroup,
+        parameters: ParameterTier | None = None,
     ) -> None:
         self.tier = tier
+        self._parameters = parameters
+        self._weights = None if parameters is None else StoredWeights(parameters)
+        self._tiers: list[Tier] = [tier]
+        if parameters is not None and parameters.tier is not tier:
+            self._tiers.append(parameters.tier)
         self.last_step = Traffic()
         """What the latest step moved."""
         self._group = group
         self._runner = Runner(optimizer)
         self._store = Store(tier, self._runner, optimizer)
-        self._journal = Journal() if tier.can_fail else None
+        self._can_fail = any(tier.can_fail for tier in self._tiers)
+        self._journal = Journal() if self._can_fail else None
         self._entered = False
         _refuse_replaced_step(optimizer)
         error = _outcome(lambda: self._store.reserve(_trained(optimizer)))
@@ -157,13 +170,16 @@ class StreamedOptimizer:
 
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        before = self.tier.traffic.copy()
+        before = [tier.traffic.copy() for tier in self._tiers]
         blocks: list[Block] = []
 
         def prepare() -> None:
             self._adopt(optimizer)
             self._store.require_sound()
-            self.tier.check()
+            if self._parameters is not None:
+                self._parameters.before_step()
+            for tier in self._tiers:
+                tier.check()
             self._store.reserve(_trained(optimizer))
             blocks.extend(self._store.blocks_of(_with_gradient(optimizer)))
 
@@ -177,10 +193,14 @@ class StreamedOptimizer:
         self._store.commit()
         if self._journal is not None:
             self._journal.commit()
-        self.last_step = self.tier.traffic.since(before)
+        if self._weights is not None:
+            self._weights.commit()
+        self.last_step = Traffic()
+        for tier, earlier in zip(self._tiers, before, strict=True):
+            self.last_step = self.last_step.plus(tier.traffic.since(earlier))
 
     def _agree(self, error: Exception | None) -> None:
-        if self.tier.can_fail:
+        if self._can_fail:
             raise_together(error, StorageError, "The optimizer step", self._group)
         elif error is not None:
             raise error
@@ -195,15 +215,19 @@ class StreamedOptimizer:
             fetched = self._fetch(block)
             changed = self._update(optimizer, groups, block, fetched)
             self._write_back(block, fetched, changed)
-        self.tier.flush()
+        for tier in self._tiers:
+            tier.flush()
 
     def _read_ahead(self, block: Block) -> bool:
         """Begin to read a block's regions; False when no buffer is free for one."""
-        return all(
+        begun = all(
             self.tier.read_ahead(region)
             for key, region in block.regions.items()
             if block.holds(key)
         )
+        if self._weights is None or self._parameters is None or not begun:
+            return begun
+        return all(map(self._parameters.tier.read_ahead, self._weights.regions(block)))
 
     def _fetch(self, block: Block) -> _Fetched:
         """Phase 1: bring the block's state into the tier's memory."""
@@ -214,6 +238,8 @@ class StreamedOptimizer:
                 for piece, view in block.views(key, fetched.memory[key]):
                     if piece.entry.holds(key):
                         fetched.views[piece][key] = view
+        if self._weights is not None:
+            fetched.weights = self._weights.fetch(block)
         return fetched
 
     def _update(
@@ -231,7 +257,9 @@ class StreamedOptimizer:
             parameter = piece.entry.parameter
             if parameter.grad is None:
                 continue
-            part = self._with_own_gradient(piece)
+            part = fetched.weights.get(piece)
+            if part is None:
+                part = self._with_own_gradient(piece)
             stepped[piece] = part
             options.setdefault(groups[parameter], []).append(part)
             if piece.entry.has_state:
@@ -286,11 +314,17 @@ class StreamedOptimizer:
                 if new is not None:
                     view.copy_(new)
             self.tier.put_back(region, changed=bool(values))
+        if self._weights is not None:
+            for piece, weights in fetched.weights.items():
+                self._weights.write(piece, weights)
 
     def _take_back(self, failure: BaseException) -> None:
         """Undo what a failed step did to the weights; the state may be half written."""
-        self.tier.drop()
+        for tier in self._tiers:
+            tier.drop()
         self._store.discard()
+        if self._weights is not None:
+            self._weights.take_back()
         if self._journal is not None:
             self._journal.undo()
             self._store.distrust(str(failure) or type(failure).__name__)
@@ -320,7 +354,8 @@ class StreamedOptimizer:
     @property
     def work_bytes(self) -> int:
         """Memory on the device that steps need besides the tier's."""
-        return 0 if self._journal is None else self._journal.scratch_bytes
+        journal = 0 if self._journal is None else self._journal.scratch_bytes
+        return journal + (0 if self._weights is None else self._weights.scratch_bytes)
 
     def gradients_cleared(self, *, to_none: bool) -> None:
         """Note that gradients were cleared, those that the latest step used up among them.
@@ -330,6 +365,8 @@ class StreamedOptimizer:
         """
         if self._journal is not None:
             self._journal.gradients_cleared(to_none=to_none)
+        if self._weights is not None:
+            self._weights.gradients_cleared(to_none=to_none)
 
 
 def _outcome(action: Callable[[], None]) -> Exception | None:

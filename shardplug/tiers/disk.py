@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -105,7 +105,7 @@ class DiskTier:
             folder = self.path.parent
             free = free_bytes(folder) if folder.exists() else 0
             raise StorageError(
-                f"Expected room for {total} bytes of optimizer state in {folder}, which has {free} "
+                f"Expected room for {total} bytes in swap files in {folder}, which has {free} "
                 f"bytes free: {error.strerror or error}. Free some, name another nvme_path, or "
                 "use more ranks."
             ) from error
@@ -127,6 +127,7 @@ class DiskTier:
         """Begin to read a region, if a buffer is free."""
         if region in self._reads or region in self._used:
             return True
+        self._settle(region)
         self._reap()
         buffer = self._staging.take()
         if buffer is None:
@@ -140,6 +141,7 @@ class DiskTier:
         if begun is None:
             buffer = self._wait_for_buffer()
             if not fresh:
+                self._settle(region)
                 self._begin_read(region, buffer)
                 begun = self._reads.pop(region)
         if begun is not None:
@@ -151,6 +153,32 @@ class DiskTier:
             self.traffic.bytes_read += region.num_bytes
         self._used[region] = buffer
         return buffer.tensor[: region.num_bytes]
+
+    def begin(self, region: Region, deliver: Callable[[], None]) -> Future[None]:
+        """Let one of the threads read a region into memory of the caller's own.
+
+        Args:
+            region: A region that is not in use.
+            deliver: Reads it, by `file`.
+        """
+        self._settle(region)
+        return self._threads.submit(deliver)
+
+    def end(self, region: Region, future: Future[None]) -> None:
+        """Wait for what `begin` has begun.
+
+        Raises:
+            StorageError: When the region could not be read.
+        """
+        error = self._wait(future)
+        if error is not None:
+            raise self._failed("Reading", region, error) from error
+        self.traffic.bytes_read += region.num_bytes
+
+    @property
+    def file(self) -> SwapFile:
+        """The open swap file."""
+        return self._file
 
     def put_back(self, region: Region, *, changed: bool) -> None:
         """Begin to write the region, if it was changed, and free its buffer after that."""
@@ -217,6 +245,11 @@ class DiskTier:
                 )
             buffer = self._staging.take()
         return buffer
+
+    def _settle(self, region: Region) -> None:
+        """Wait for a write of this very region, whose bytes are wanted again."""
+        while any(region == written for written, _, _ in self._writes):
+            self._end_write(self._writes[0])
 
     def _reap(self) -> None:
         """Take back the buffers of writes that have ended."""

@@ -54,6 +54,14 @@ class Traffic:
             self.waited_seconds - before.waited_seconds,
         )
 
+    def plus(self, other: Traffic) -> Traffic:
+        """Return the sum."""
+        return Traffic(
+            self.bytes_read + other.bytes_read,
+            self.bytes_written + other.bytes_written,
+            self.waited_seconds + other.waited_seconds,
+        )
+
     def copy(self) -> Traffic:
         """Return the numbers as they are now."""
         return Traffic(self.bytes_read, self.bytes_written, self.waited_seconds)

@@ -16,6 +16,7 @@ from torch import nn
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.core._torch import local_tensor
 from shardplug.memory import TIER_KINDS
+from shardplug.params import ParameterTier
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.host import HostTier
 from shardplug.tiers.protocol import ALIGNMENT
@@ -58,21 +59,43 @@ class Flat(nn.Module):
         return sum((p * x).cos().mean() * self.scale for p in self.parts)  # type: ignore[return-value]
 
 
+MIXES = {  # name of a mix: where the optimizer's state and the parameters are
+    "none": ("none", "none"),
+    "cpu": ("cpu", "none"),
+    "nvme": ("nvme", "none"),
+    "infinity": ("nvme", "nvme"),
+    "params_nvme": ("cpu", "nvme"),
+    "params_cpu": ("nvme", "cpu"),
+    "all_cpu": ("cpu", "cpu"),
+}
+
+
+def mixes(stage: int) -> tuple[str, ...]:
+    """Every mix that the stage allows, but "none"."""
+    return tuple(name for name in MIXES if name != "none" and (stage == 3 or "none" in MIXES[name]))
+
+
 def config(stage: int, tier: str, path: str | None) -> ZeroConfig:
+    optimizer, parameters = MIXES[tier]
     return ZeroConfig(
         stage=stage,  # type: ignore[arg-type]
-        offload_optimizer=tier,  # type: ignore[arg-type]
-        nvme_path=path if tier == "nvme" else None,
+        offload_optimizer=optimizer,  # type: ignore[arg-type]
+        offload_params=parameters,  # type: ignore[arg-type]
+        nvme_path=path if "nvme" in MIXES[tier] else None,
     )
 
 
 def use_small_blocks(engine: ZeroEngine) -> None:
     """Cut even small parameters, and let no more than six blocks be on their way."""
-    if engine.config.offload_optimizer == "cpu":
-        engine._tier = HostTier(block_bytes=SMALL)
-        return
-    folder = SwapFolder(str(engine.config.nvme_path), f"small{id(engine)}", engine.rank)
-    engine._tier = DiskTier(folder, Staging(limit_bytes=6 * SMALL, buffer_bytes=SMALL))
+    disk = None
+    if engine.config.nvme_path is not None:
+        folder = SwapFolder(str(engine.config.nvme_path), f"small{id(engine)}", engine.rank)
+        disk = DiskTier(folder, Staging(limit_bytes=6 * SMALL, buffer_bytes=SMALL))
+    on_cpu = engine.config.offload_optimizer == "cpu"
+    engine._tier = HostTier(block_bytes=SMALL) if on_cpu else disk
+    if engine._parameters is not None:
+        assert disk is not None
+        engine._parameters = ParameterTier(disk, engine.config.prefetch, engine._control)
 
 
 def train(
@@ -153,12 +176,12 @@ def same_weights(one: tuple[ZeroEngine, nn.Module], two: tuple[ZeroEngine, nn.Mo
 
 
 def against_plain(
-    stage: int, name: str, folder: str, tiers: tuple[str, ...] = ("cpu", "nvme"), **options: Any
+    stage: int, name: str, folder: str, tiers: tuple[str, ...] = (), **options: Any
 ) -> None:
     """Train without and with a tier, and compare weights and state."""
     plain = train(stage, "none", None, name, **options)
     assert not any(plain[0].traffic().values())
-    for tier in tiers:
+    for tier in tiers or mixes(stage):
         ours = train(stage, tier, folder, name, **options)
         same_weights(ours[:2], plain[:2])
         assert same_state(ours[2], plain[2]) or name == "sgd_plain"
@@ -180,7 +203,7 @@ def test_offload_is_bit_equal(pool: RankPool, stage: int, world_size: int) -> No
 
 def replicas() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        against_plain(3, "adamw", folder, steps=3, replicate_size=2)
+        against_plain(3, "adamw", folder, steps=3, replicate_size=2)  # 2 x 2 ranks
 
 
 def test_replicas_of_shards_are_bit_equal(pool: RankPool) -> None:
@@ -249,6 +272,45 @@ def test_bytes_moved_and_held_are_those_of_the_formulas(
     pool: RankPool, tmp_path: Path, world_size: int
 ) -> None:
     pool.run(accounts, world_size, str(tmp_path))
+
+
+def accounts_of_parameters(folder: str) -> None:
+    for accumulate in (1, 3):
+        engine, model, _ = train(
+            3, "infinity", folder, "adamw", flat=True, steps=3, accumulate=accumulate
+        )
+        sizes = owned(model)
+        exact = sum(sizes)
+        pieces = sum(max(1, -(-size * 4 // SMALL)) for size in sizes)
+        slack = pieces * (64 + ALIGNMENT)
+        traffic, books = engine.traffic(), engine.memory()
+        # Read: the gathers (this model is one unit, gathered again for the backward), what is
+        # there of the gradient before each further micro-batch, and weights, gradient and two
+        # moments in the step. Written: a gradient for each micro-batch, weights and moments.
+        gathers = 2 * accumulate
+        reads, writes = gathers + accumulate - 1 + 4, accumulate + 3
+        assert 4 * reads * exact <= traffic["bytes_read"] <= 4 * reads * exact + reads * slack
+        written = traffic["bytes_written"]
+        assert 4 * writes * exact <= written <= 4 * writes * exact + writes * slack
+        assert 4 * exact <= books["master_shards_nvme"] <= 4 * exact + slack
+        assert 8 * exact <= books["optimizer_state_nvme"] <= 8 * exact + 2 * slack
+        # At rest nothing of a parameter is in memory but its scale, which every rank holds whole,
+        # and what is read ahead for the next forward.
+        assert books["master_shards"] == 4 and books["gathered"] == books["gradients"] == 0
+        ahead = 4 * sum(-(-size // engine.world_size) for size in SIZES) + len(SIZES) * ALIGNMENT
+        assert 0 < books["staging"] <= 6 * SMALL + 3 * SMALL + ahead
+        with engine.micro_step(last=True):
+            model(torch.tensor(0.5)).backward()
+        held = engine.memory()
+        assert 4 * exact <= held["gradients_nvme"] <= 4 * exact + slack
+        assert held["gradients"] == 4
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_bytes_of_parameters_in_files_are_those_of_the_formulas(
+    pool: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    pool.run(accounts_of_parameters, world_size, str(tmp_path))
 
 
 def without_gradients(folder: str) -> None:

@@ -57,9 +57,13 @@ def test_optimizer_state_in_files() -> None:
     assert ZeroConfig(offload_optimizer="nvme").nvme_path is None  # the environment may name it
 
 
-def test_parameters_on_a_tier_are_refused() -> None:
-    with pytest.raises(ConfigError, match='not available.*"zero3,offload_optimizer=nvme"'):
-        ZeroConfig.preset("zero3_infinity")
+def test_parameters_on_a_tier() -> None:
+    config = ZeroConfig.preset("zero3_infinity", nvme_path="/mnt/a")
+    assert (config.stage, config.offload_optimizer, config.offload_params) == (3, "nvme", "nvme")
+    mixed = ZeroConfig(offload_optimizer="cpu", offload_params="nvme", nvme_path="/mnt/a")
+    assert mixed.nvme_path == "/mnt/a"
+    with pytest.raises(ConfigError, match="has no effect with"):
+        ZeroConfig(offload_optimizer="cpu", offload_params="cpu", nvme_path="/mnt/a")
     for stage in (1, 2):
         with pytest.raises(ConfigError, match=f"Expected stage 3 with .*got stage {stage}"):
             ZeroConfig(stage=stage, offload_params="cpu")  # type: ignore[arg-type]
@@ -124,7 +128,7 @@ def test_parse_refuses(text: str, message: str) -> None:
         ({"replicate_size": 2.0}, "integer >= 1, got 2.0"),
         ({"prefetch": True}, "integer >= 0, got True"),
         ({"activation_checkpointing": 1}, "true or false, got 1"),
-        ({"offload_params": "nvme"}, "offload_params='nvme' is not available"),
+        ({"offload_params": "nvme"}, "Expected offload_optimizer too with offload_params='nvme'"),
         ({"offload_optimizer": None}, "got None"),
     ],
 )

@@ -101,7 +101,7 @@ def test_harmless_settings_pass() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cpu_offload": True}, "fsdp_offload_params: true is not available yet"),
+        ({"cpu_offload": True}, "Expected fsdp_offload_params: false"),
         ({"ignored_modules": "embed.*"}, "fsdp_ignored_modules"),
         ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "SIZE_BASED_WRAP is not available"),
         ({"mixed_precision_policy": "bf16"}, "mixed_precision_policy"),

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from shardplug.memory import TIER_KINDS, JsonlSink, MemoryTracker, WandbSink, draw_png, read_jsonl
 from tests.unit.memory.fakes import FakeEngine, ListSink, make_rows
 
-TIERS = {"optimizer_state_cpu": 500, "optimizer_state_nvme": 7000, "staging": 64}
+TIERS = {
+    "master_shards_cpu": 0,
+    "master_shards_nvme": 3000,
+    "compute_copies_nvme": 1500,
+    "gradients_cpu": 0,
+    "gradients_nvme": 2000,
+    "optimizer_state_cpu": 500,
+    "optimizer_state_nvme": 7000,
+    "staging": 64,
+}
 
 
 @pytest.fixture

@@ -1,0 +1,56 @@
+"""Let checkpoints write and read tensors whose values rest in a tier, one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
+
+from shardplug.core.tier_tensor import TierTensor, in_tier
+
+__all__ = ["LoadPlanner", "SavePlanner"]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Reads a tensor out of its tier when it is about to be written."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the tensor to write; see the base class."""
+        found = super().lookup_object(index)
+        stored = in_tier(found) if isinstance(found, torch.Tensor) else None
+        return found if stored is None else stored.holder.read()
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Puts what was read of a tensor into its tier before the next one is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._under_way: dict[int, TierTensor] = {}
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return memory to read into; see the base class."""
+        whole = self.lookup_tensor(read_item.dest_index)
+        stored = in_tier(whole)
+        if stored is None:
+            target: torch.Tensor = super().resolve_tensor(read_item)
+            return target
+        self._under_way[id(read_item)] = stored
+        return torch.empty(tuple(read_item.lengths), dtype=stored.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Put the rows that were read where they belong; see the base class."""
+        stored = self._under_way.pop(id(read_item), None)
+        if stored is None:
+            super().commit_tensor(read_item, tensor)
+            return
+        offsets, lengths = tuple(read_item.dest_offsets), tuple(read_item.lengths)
+        if lengths[1:] == tuple(stored.shape[1:]):
+            stored.holder.write_rows(offsets[0] if offsets else 0, tensor)
+            return
+        values = stored.holder.read()
+        values[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = tensor
+        stored.holder.write(values)
