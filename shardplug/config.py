@@ -49,7 +49,7 @@ class ZeroConfig:
     Every field is checked when the object is made; nothing is read from the environment.
 
     Raises:
-        ConfigError: For a value that is impossible, unknown, or not available yet.
+        ConfigError: For a value that is impossible or unknown.
     """
 
     stage: Literal[1, 2, 3] = 3
@@ -149,7 +149,7 @@ class ZeroConfig:
             **overrides: Fields that replace the preset's.
 
         Raises:
-            ConfigError: For an unknown name or field, or a tier that is not available.
+            ConfigError: For an unknown name or field.
         """
         return cls.from_fields({**_preset(name), **overrides})
 

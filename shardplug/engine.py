@@ -573,6 +573,8 @@ class ZeroEngine:
                 parameter.grad = None
             sharded.agreement.reset()
             sharded.calls.reset()
+        if self._parameters is not None:
+            self._parameters.reset()
         self._backward_ran = False
         self._window_pending = False
         self._schedule.begin(True)

@@ -29,7 +29,7 @@ def preset_options(preset: str) -> dict[str, Any]:
     """Return the arguments that a strategy string stands for.
 
     Raises:
-        ConfigError: When the preset needs a tier that is not available.
+        ConfigError: For an unknown preset.
     """
     config = ZeroConfig.preset(preset)
     return {name: getattr(config, name) for name in ZeroConfig.__dataclass_fields__}

@@ -300,6 +300,6 @@ def from_preset(namespace_: str, preset: str) -> Any:
     """Build the strategy behind a string such as "zero3".
 
     Raises:
-        ConfigError: When the preset needs a tier that is not available.
+        ConfigError: For an unknown preset.
     """
     return strategy_class(namespace_)(**preset_options(preset))

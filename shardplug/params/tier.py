@@ -122,6 +122,12 @@ class ParameterTier:
         failure, self._failure = self._failure, None
         raise_together(failure, StorageError, doing, self._group)
 
+    def reset(self) -> None:
+        """Forget what is under way and what has failed."""
+        self._ahead.drop_all()
+        self.tier.drop()
+        self._failure = None
+
     def before_step(self) -> None:
         """Make way for a step that changes the weights.
 

@@ -23,10 +23,10 @@ from tests.dist.test_offload import (
 )
 from tests.support.pool import RankPool
 
-TIERS = ("none", "cpu", "nvme")
+TIERS = ("none", "cpu", "nvme", "infinity")
 
 
-def fresh(tier: str, folder: str, name: str, stage: int = 2, seed: int = 9):  # type: ignore[no-untyped-def]
+def fresh(tier: str, folder: str, name: str, stage: int = 3, seed: int = 9):  # type: ignore[no-untyped-def]
     torch.manual_seed(seed)
     engine = ZeroEngine(config(stage, tier, folder))
     if tier != "none":
@@ -83,7 +83,7 @@ def test_another_world_size_reads_it(pool: RankPool, tmp_path: Path) -> None:
 
 def state_is_real(root: str) -> None:
     plain = train(3, "none", None, "adamw", flat=True, steps=2)
-    for tier in ("cpu", "nvme"):
+    for tier in TIERS[1:]:
         engine, model, optimizer = train(3, tier, root, "adamw", flat=True, steps=2)
         parameter = model.parts[-1]
         state = optimizer.state[parameter]
@@ -137,7 +137,7 @@ def made_before(root: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        engine = ZeroEngine(config(2, tier, root))
+        engine = ZeroEngine(config(3, tier, root))
         engine.shard(model)
         engine.prepare_optimizer(optimizer)
         run(engine, model, optimizer, range(2))
@@ -159,7 +159,7 @@ def unused(root: str) -> None:
         results = []
         for tier in TIERS:
             torch.manual_seed(5)
-            engine = ZeroEngine(config(1, tier, root))
+            engine = ZeroEngine(config(3, tier, root))
             model = engine.shard(Flat())
             first, *others = model.parts
             for part in others:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def backward(engine: ZeroEngine, model: torch.nn.Module, step: int) -> None:
         model(torch.tensor(1.0 + 0.1 * step + 0.7 * engine.rank)).backward()
 
 
-def in_the_step(root: str) -> None:
+def in_the_step(root: str, stage: int, tier: str) -> None:
     last = dist.get_world_size() - 1
     for method, code, after in (
         ("write", errno.ENOSPC, 0),
@@ -59,7 +59,7 @@ def in_the_step(root: str) -> None:
         ("read", errno.EIO, 0),
         ("read", errno.EIO, 5),
     ):
-        engine, model, optimizer = train(2, "nvme", root, "adamw", flat=True, steps=3)
+        engine, model, optimizer = train(stage, tier, root, "adamw", flat=True, steps=3)
         engine.save(f"{root}/good", optimizers=[optimizer])
         before = engine.full_state_dict(model, rank0_only=False)
         backward(engine, model, 3)
@@ -88,14 +88,52 @@ def in_the_step(root: str) -> None:
         optimizer.zero_grad()
         engine.load(f"{root}/good", optimizers=[optimizer])
         run(engine, model, optimizer, range(3, 6))
-        expected = train(2, "none", None, "adamw", flat=True, steps=6)
+        expected = train(stage, "none", None, "adamw", flat=True, steps=6)
         same_weights((engine, model), expected[:2])
         assert same_state(optimizer, expected[2])
 
 
 @pytest.mark.parametrize("world_size", (1, 2))
-def test_faults_in_the_middle_of_a_step(pool: RankPool, tmp_path: Path, world_size: int) -> None:
-    pool.run(in_the_step, world_size, str(tmp_path))
+@pytest.mark.parametrize(("stage", "tier"), [(2, "nvme"), (3, "infinity")])
+def test_faults_in_the_middle_of_a_step(
+    pool: RankPool, tmp_path: Path, stage: int, tier: str, world_size: int
+) -> None:
+    pool.run(in_the_step, world_size, str(tmp_path), stage, tier)
+
+
+def outside_the_step(root: str) -> None:
+    """Reads for gathers, and writes of gradients."""
+    last = dist.get_world_size() - 1
+    engine, model, optimizer = train(3, "infinity", root, "adamw", flat=True, steps=3)
+    before = engine.full_state_dict(model, rank0_only=False)
+    engine._parameters._ahead.drop_all()  # type: ignore[union-attr]
+    broken = [failing("read", errno.EIO)] if engine.rank == last else []
+    with raises_everywhere(StorageError, "Reading", "state.swap failed: Input/output error"):
+        with ExitStack() as stack:
+            for one in broken:
+                stack.enter_context(one)
+            model(torch.tensor(0.5))
+    engine.reset()
+    broken = [failing("write", errno.ENOSPC)] if engine.rank == last else []
+    with raises_everywhere(StorageError, "Writing", "state.swap failed: No space left"):
+        with ExitStack() as stack:
+            for one in broken:
+                stack.enter_context(one)
+            backward(engine, model, 3)
+            optimizer.step()
+    engine.reset()
+    after = engine.full_state_dict(model, rank0_only=False)
+    assert before and all(torch.equal(before[name], after[name]) for name in before)
+    run(engine, model, optimizer, range(3, 5))
+    expected = train(3, "none", None, "adamw", flat=True, steps=5)
+    same_weights((engine, model), expected[:2])
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_faults_of_gathers_and_gradients(
+    pool: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    pool.run(outside_the_step, world_size, str(tmp_path))
 
 
 def interrupted(root: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from shardplug import ZeroConfig
@@ -16,7 +16,9 @@ from tests.support.pool import RankPool
 
 def zero(tier: str, root: str) -> str:
     more = {"none": "", "cpu": "_cpu", "nvme": f",offload_optimizer=nvme,nvme_path={root}"}
-    return "zero2" + more[tier]
+    if tier == "infinity":
+        return f"zero3_infinity,nvme_path={root}"
+    return "zero3" + more[tier]
 
 
 def train(
@@ -62,7 +64,7 @@ def train(
 def compare(root: str) -> None:
     for precision, optimizer_first in (("no", False), ("fp16", True)):
         expected = train("none", root, precision, optimizer_first=optimizer_first)
-        for tier in ("cpu", "nvme"):
+        for tier in ("cpu", "nvme", "infinity"):
             ours = train(tier, root, precision, optimizer_first=optimizer_first)
             assert ours and all(torch.equal(ours[name], expected[name]) for name in expected), tier
 
@@ -76,5 +78,5 @@ def test_the_yaml_string_names_the_tier() -> None:
     expected = ZeroConfig(stage=3, offload_optimizer="nvme", nvme_path="/mnt/nvme")
     assert read_config(None, {ENVIRONMENT_NAME: text}) == expected
     assert read_config(None, {ENVIRONMENT_NAME: "shardplug:zero1_cpu"}).offload_optimizer == "cpu"
-    with pytest.raises(ValueError, match="'zero3_infinity' is not available"):
-        read_config(None, {ENVIRONMENT_NAME: "shardplug:zero3_infinity"})
+    infinity = read_config(None, {ENVIRONMENT_NAME: "shardplug:zero3_infinity,nvme_path=/mnt/nvme"})
+    assert infinity == replace(expected, offload_params="nvme")

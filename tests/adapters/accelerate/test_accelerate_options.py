@@ -53,7 +53,6 @@ def test_stage_from_python_or_the_yaml() -> None:
         ("zero9", "", "Expected a preset out of"),
         (3, "", "a string or a ZeroConfig, got int"),
         ("zero2", "shardplug:zero3", "Expected one ZeRO configuration"),
-        ("zero3_infinity", "", "not available"),
     ],
 )
 def test_a_missing_or_wrong_stage_is_refused(zero: Any, strategy: str, message: str) -> None:

@@ -13,8 +13,11 @@ from tests.support.pool import RankPool
 
 
 def start(tier: str, root: str):  # type: ignore[no-untyped-def]
-    strategy = {"none": "zero2", "cpu": "zero2_cpu"}.get(tier) or ZeroStrategy(
-        stage=2, offload_optimizer="nvme", nvme_path=root
+    strategy = {"none": "zero3", "cpu": "zero3_cpu"}.get(tier) or ZeroStrategy(
+        stage=3,
+        offload_optimizer="nvme",
+        offload_params="nvme" if tier == "infinity" else "none",
+        nvme_path=root,
     )
     run = fabric(strategy)
     model = build(Net)
@@ -33,13 +36,13 @@ def steps(run, model, optimizer, first: int, last: int) -> None:  # type: ignore
 
 def train(root: str) -> None:
     found = {}
-    for tier in ("none", "cpu", "nvme"):
+    for tier in ("none", "cpu", "nvme", "infinity"):
         run, model, optimizer = start(tier, root)
         steps(run, model, optimizer, 0, 3)
         run.save(f"{root}/{tier}", {"model": model, "optimizer": optimizer})
         steps(run, model, optimizer, 3, 5)
         found[tier] = whole(model)
-    for before, after in (("nvme", "none"), ("none", "nvme"), ("cpu", "nvme")):
+    for before, after in (("infinity", "none"), ("none", "infinity"), ("cpu", "nvme")):
         run, model, optimizer = start(after, root)
         run.load(f"{root}/{before}", {"model": model, "optimizer": optimizer})
         steps(run, model, optimizer, 3, 5)

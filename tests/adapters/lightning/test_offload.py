@@ -31,7 +31,8 @@ class Scheduled(Plain):
 def strategy_of(tier: str, root: str) -> Any:
     if tier == "nvme":
         return ZeroStrategy(stage=3, offload_optimizer="nvme", nvme_path=root)
-    return {"none": "zero3", "cpu": "zero3_cpu"}[tier]
+    os.environ[PATH_VARIABLE] = root
+    return {"none": "zero3", "cpu": "zero3_cpu", "infinity": "zero3_infinity"}[tier]
 
 
 def fit(tier: str, root: str, *, steps: int, resume: str | None = None, **options: Any) -> Any:
@@ -55,11 +56,11 @@ def equal(one: Any, two: Any) -> None:
 
 def train(root: str) -> None:
     expected, _ = fit("none", root, steps=6)
-    for tier in ("cpu", "nvme"):
+    for tier in ("cpu", "nvme", "infinity"):
         module, _ = fit(tier, root, steps=6)
         equal(module, expected)
     resumed = []
-    for before, after in (("none", "none"), ("nvme", "cpu"), ("cpu", "nvme")):
+    for before, after in (("none", "none"), ("nvme", "infinity"), ("infinity", "cpu")):
         _, run = fit(before, root, steps=3)
         run.save_checkpoint(f"{root}/{before}-{after}.ckpt")  # after fit, as users do
         module, _ = fit(after, root, steps=6, resume=f"{root}/{before}-{after}.ckpt")

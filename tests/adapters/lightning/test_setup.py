@@ -25,7 +25,6 @@ from tests.adapters.lightning.modules import (
 )
 
 ROOT = Path(__file__).parents[3]
-AVAILABLE = tuple(name for name in PRESETS if name != "zero3_infinity")
 
 
 def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -79,12 +78,6 @@ def test_import_is_light() -> None:
     code = f"import sys, shardplug; print([n for n in {heavy!r} if n in sys.modules])"
     done = run_python(code)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("preset", [p for p in PRESETS if p not in AVAILABLE])
-def test_a_string_whose_tier_is_missing_says_so(preset: str) -> None:
-    with pytest.raises(ValueError, match="is not available in this version"):
-        pl.Trainer(accelerator="cpu", devices=1, strategy=preset, logger=False)
 
 
 def test_options_are_checked() -> None:
