@@ -300,13 +300,11 @@ def test_a_large_model_is_planned_from_its_configuration_alone() -> None:
     """Llama-3.1-70B on 8 devices of 80 GiB: states alone are 16 bytes / 8 per parameter."""
     found = plan(_config(LLAMA_70B), devices=8, device_memory_gib=80, seq_length=4096)
     assert found.traced and found.layout.num_parameters == 70_553_706_496
-    assert not found.fits
+    assert {c.name for c in found.choices if c.fits} == {"zero3_infinity checkpointing"}
     choice = next(c for c in found.choices if c.name == "zero3 checkpointing")
     rest = choice.walk.phases["at_rest"]
     states = rest["master_shards"] + rest["optimizer_state"]
     assert states == pytest.approx(found.layout.num_parameters * 12 / 8, rel=1e-3)
-    enough = "16 devices of this size would do, with zero3_nvme checkpointing"
-    assert any(enough in line for line in found.advice)
 
 
 def _command(*arguments: str) -> int:
