@@ -15,13 +15,28 @@ __all__ = ["LoadPlanner", "SavePlanner"]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Reads a tensor out of its tier when it is about to be written."""
+    """Reads a tensor out of its tier when it is about to be written.
+
+    For a writer with one thread: torch's keeps every tensor that it has written until its file is
+    done, so the memory of the one before is given back when the next is asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: torch.Tensor | None = None
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the tensor to write; see the base class."""
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+            self._written = None
         found = super().lookup_object(index)
         stored = in_tier(found) if isinstance(found, torch.Tensor) else None
-        return found if stored is None else stored.holder.read()
+        if stored is None:
+            return found
+        # In a storage of just this size, or torch would copy it into one.
+        self._written = torch.empty(stored.shape, dtype=stored.dtype).copy_(stored.holder.read())
+        return self._written
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -1,0 +1,53 @@
+"""A model trained from files under a limit of the system, against the same in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "train_capped.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(RECIPE), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+def test_losses_are_those_of_a_run_in_memory(tmp_path: Path) -> None:
+    found = {}
+    for name, arguments in {
+        "memory": ("--in-memory",),
+        "files": ("--nvme-path", str(tmp_path), "--memory-gib", "2"),
+    }.items():
+        done = run(*arguments, "--steps", "3", "--report", str(tmp_path / f"{name}.json"))
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    losses = {name: [row["loss"] for row in report["steps"]] for name, report in found.items()}
+    assert len(losses["files"]) == 3 and losses["files"] == losses["memory"]
+    # At rest no parameter is in memory; the swap folder is gone.
+    held = found["files"]["held"]
+    assert held["master_shards_nvme"] >= 4 * found["files"]["parameters"]
+    assert "master_shards" not in held and "gradients" not in held
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".json"]
+
+
+def test_the_limit_is_one(tmp_path: Path) -> None:
+    done = run("--in-memory", "--size", "100m", "--memory-gib", "0.75")
+    assert done.returncode != 0
+    assert re.search(r"MemoryError|can't allocate memory|bad_alloc|Cannot allocate", done.stderr)
+    done = run("--steps", "1")
+    assert done.returncode == 2 and "Expected --nvme-path or --in-memory" in done.stderr
