@@ -29,13 +29,16 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     dist.destroy_process_group()
 
 
-def train(stage: int, tier: str, path: Path, fused: bool) -> tuple[ZeroEngine, Any]:
+def train(
+    stage: int, tier: str, path: Path, fused: bool, params: str = "none"
+) -> tuple[ZeroEngine, Any]:
     torch.manual_seed(3)
     engine = ZeroEngine(
         ZeroConfig(
             stage=stage,  # type: ignore[arg-type]
             offload_optimizer=tier,  # type: ignore[arg-type]
-            nvme_path=str(path) if tier == "nvme" else None,
+            offload_params=params,  # type: ignore[arg-type]
+            nvme_path=str(path) if "nvme" in (tier, params) else None,
         )
     )
     model = engine.shard(TinyLM())
@@ -69,3 +72,19 @@ def test_weights_are_bit_equal_and_state_is_not_on_the_gpu(
         assert books["optimizer_state"] < plain.memory()["optimizer_state"] / 50
         for values in optimizer.state.values():
             assert all(v.device.type == "cpu" for k, v in values.items() if v.ndim)
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(("tier", "params"), [("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")])
+def test_parameters_are_not_on_the_gpu(tier: str, params: str, tmp_path: Path) -> None:
+    """The update runs on the CPU then, whose last bits need not be the GPU's."""
+    plain, _ = train(3, "none", tmp_path, True)
+    expected = plain.full_state_dict()
+    engine, _ = train(3, tier, tmp_path, True, params)
+    found = engine.full_state_dict()
+    assert found
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    books = engine.memory()
+    assert books[f"master_shards_{params}"] > 0
+    assert books["master_shards"] < plain.memory()["master_shards"] / 50
