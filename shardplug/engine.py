@@ -285,6 +285,7 @@ class ZeroEngine:
             self._control,
             pinned=self.device.type != "cpu",
             what=option,
+            cpu_bytes=int((self.config.offload_cpu_gib or 0) * 2**30),
         )
 
     def _open_parameter_tier(self) -> ParameterTier | None:
@@ -609,7 +610,8 @@ class ZeroEngine:
             streamed = self._streamed.get(optimizer)
             if streamed is not None:
                 kinds["optimizer_state"] += streamed.device_tensors
-                elsewhere[f"optimizer_state_{streamed.tier.name}"] += streamed.state_bytes
+                for tier, num_bytes in streamed.state_bytes.items():
+                    elsewhere[f"optimizer_state_{tier}"] += num_bytes
                 elsewhere["staging"] += streamed.work_bytes
                 continue
             for state in optimizer.state.values():

@@ -342,14 +342,15 @@ class StreamedOptimizer:
         ]
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes in the tier that hold state."""
-        return sum(
-            region.num_bytes
-            for block in self._store.blocks
-            for key, region in block.regions.items()
-            if block.holds(key)
-        )
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes that hold state, by the name of the tier that they are in."""
+        held: dict[str, int] = {}
+        for block in self._store.blocks:
+            for key, region in block.regions.items():
+                if block.holds(key):
+                    name = self.tier.tier_of(region)
+                    held[name] = held.get(name, 0) + region.num_bytes
+        return held
 
     @property
     def work_bytes(self) -> int:

@@ -90,6 +90,10 @@ class DiskTier:
         """Host memory of the buffers made so far."""
         return self._staging.held_bytes
 
+    def tier_of(self, region: Region) -> str:
+        """Return where a region is."""
+        return self.name
+
     def allocate(self, sizes: Sequence[int]) -> list[Region]:
         """Reserve regions on the drive; see `Tier.allocate`."""
         rounded = [aligned(max(size, 1)) for size in sizes]  # an empty one has a place too
