@@ -32,7 +32,7 @@ from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
 from shardplug.core.units import plan_units
 from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
-from shardplug.optim import Binding
+from shardplug.optim import Binding, settle_matrix_optimizer
 
 if TYPE_CHECKING:
     from shardplug.checkpoint.background import Background
@@ -237,7 +237,7 @@ class ZeroEngine:
 
         Raises:
             OptimizerError: When it holds a parameter of no sharded model, or none at all, or
-                its state cannot be offloaded.
+                its state cannot be sharded or offloaded.
             StorageError: On every rank, when there is too little room for offloaded state on one.
         """
         if optimizer in self._optimizers:
@@ -249,6 +249,7 @@ class ZeroEngine:
             )
         if not self._sharded:
             raise OptimizerError("Expected engine.shard(model) before prepare_optimizer().")
+        settle_matrix_optimizer(optimizer)
         self._binding.bind(optimizer)
         if not any(p.requires_grad for model in self.models for p in model.parameters()):
             raise OptimizerError(
