@@ -29,8 +29,9 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 _FITTED = {"buffer_size": 1_200_000, "buffer_count": 30}
-"""Parameter buffers of about the largest weight; by default they are 5 of 400 MB. With max_in_cpu=0,
-which would keep parameters out of memory between uses, DeepSpeed 0.19.8 ends with an assertion."""
+"""Parameter buffers of about the largest weight; by default they are 5 of 400 MB. With
+max_in_cpu=0, which would keep parameters out of memory, DeepSpeed 0.19.8 ends here with an
+assertion."""
 
 THEIRS: dict[str, dict[str, Any]] = {
     "ZeRO-Offload, stage 2": {"stage": 2, "optimizer": "cpu"},
