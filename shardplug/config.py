@@ -66,7 +66,7 @@ class ZeroConfig:
     """Folder for swap files of the "nvme" tier; None leaves it to SHARDPLUG_NVME_PATH."""
 
     offload_cpu_gib: float | None = None
-    """With "nvme": GiB of CPU memory per rank that state fills before files; None is none."""
+    """With "nvme": GiB of CPU memory a rank's optimizer state fills before files; None is none."""
 
     replicate_size: int = 1
     """HSDP: number of replicas; the world size must be a multiple. 1 shards over all ranks."""

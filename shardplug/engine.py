@@ -294,8 +294,9 @@ class ZeroEngine:
             return None
         from shardplug.params import ParameterTier
         from shardplug.tiers.disk import DiskTier
+        from shardplug.tiers.split import SplitTier
 
-        tier = self._tier
+        tier = self._tier.far if isinstance(self._tier, SplitTier) else self._tier
         if not isinstance(tier, DiskTier):  # optimizer state is elsewhere
             tier = self._open("nvme", "offload_params")
             assert isinstance(tier, DiskTier)
@@ -637,7 +638,7 @@ class ZeroEngine:
         if self._parameters is None:
             return {**held, **elsewhere}
         elsewhere["staging"] += self._parameters.staging_bytes
-        if self._parameters.tier is not self._tier:
+        if not self._tier.uses(self._parameters.tier):
             elsewhere["staging"] += self._parameters.tier.staging_bytes
         return {**held, **elsewhere, **self._parameters.held_bytes(kinds["gradients"])}
 

@@ -46,7 +46,7 @@ class Contender:
         self.folder = tempfile.mkdtemp(dir=options.nvme_path)
         self.step = 0
         self.losses: list[float] = []
-        self.seconds: list[float] = []
+        self.turns: list[list[float]] = []
         self.cpu: list[float] = []
         self.peak = 0.0
         with socket.socket() as probe:
@@ -90,7 +90,7 @@ class Contender:
         pick = range(count)
         self.losses += [statistics.fmean(r["losses"][i] for r in replies) for i in pick]
         if count_time:
-            self.seconds += [max(r["seconds"][i] for r in replies) for i in pick]
+            self.turns.append([max(r["seconds"][i] for r in replies) for i in pick])
             self.cpu += [statistics.fmean(r["cpu"][i] for r in replies) for i in pick]
         self.peak = max(self.peak, *(r["peak"] for r in replies))
 
@@ -123,17 +123,20 @@ def compare(ours: str, theirs: str, options: argparse.Namespace, logs: IO[str]) 
             one.close()
     rows = []
     for one in pair:
-        median, cpu = statistics.median(one.seconds), statistics.median(one.cpu)
+        seconds = [each for turn in one.turns for each in turn]
+        median, cpu = statistics.median(seconds), statistics.median(one.cpu)
         ratios = ["", "", ""]
         if one is pair[0]:
             other = pair[1]
+            rounds = zip(one.turns, other.turns, strict=True)
+            by_round = [statistics.median(a) / statistics.median(b) for a, b in rounds]
             ratios = [
-                f"{median / statistics.median(other.seconds):.3f}",
+                f"{statistics.median(by_round):.3f}",
                 f"{cpu / statistics.median(other.cpu):.3f}",
                 f"{one.peak / other.peak:.3f}",
             ]
         rows.append(
-            f"| {one.name} | {median:.3f} | {min(one.seconds):.3f} | {max(one.seconds):.3f} "
+            f"| {one.name} | {median:.3f} | {min(seconds):.3f} | {max(seconds):.3f} "
             f"| {cpu:.3f} | {one.peak:.0f} | {one.losses[0]:.6f} | {one.losses[-1]:.6f} "
             f"| {' | '.join(ratios)} |"
         )
@@ -186,6 +189,8 @@ def page(rows: list[str], options: argparse.Namespace, loads: list[float]) -> st
             "",
             *HEAD,
             *rows,
+            "",
+            '"Time / theirs" is the median over the rounds of the ratio of their medians.',
             "",
         ]
     )

@@ -36,7 +36,8 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
         offload_optimizer: Where optimizer state lives: "none", "cpu" or "nvme".
         offload_params: Where parameters live: "none", "cpu" or "nvme".
         nvme_path: Folder for swap files, for the "nvme" tier.
-        offload_cpu_gib: With "nvme": GiB of CPU memory per rank that state fills before files.
+        offload_cpu_gib: With "nvme": GiB of CPU memory that a rank's optimizer state fills before
+            files.
         replicate_size: Replicas (HSDP): 1 shards over all ranks.
         units: Which modules are gathered together: "auto", or class names.
         param_dtype: "bf16", "fp16" or "fp32": dtype of gathered parameters and of the

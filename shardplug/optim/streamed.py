@@ -89,7 +89,7 @@ class StreamedOptimizer:
         self._parameters = parameters
         self._weights = None if parameters is None else StoredWeights(parameters)
         self._tiers: list[Tier] = [tier]
-        if parameters is not None and parameters.tier is not tier:
+        if parameters is not None and not tier.uses(parameters.tier):
             self._tiers.append(parameters.tier)
         self.last_step = Traffic()
         """What the latest step moved."""

@@ -94,6 +94,10 @@ class DiskTier:
         """Return where a region is."""
         return self.name
 
+    def uses(self, other: object) -> bool:
+        """Return whether `other` is this tier; see `Tier.uses`."""
+        return other is self
+
     def allocate(self, sizes: Sequence[int]) -> list[Region]:
         """Reserve regions on the drive; see `Tier.allocate`."""
         rounded = [aligned(max(size, 1)) for size in sizes]  # an empty one has a place too

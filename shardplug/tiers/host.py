@@ -49,6 +49,10 @@ class HostTier:
         """Return where a region is."""
         return self.name
 
+    def uses(self, other: object) -> bool:
+        """Return whether `other` is this tier; see `Tier.uses`."""
+        return other is self
+
     def allocate(self, sizes: Sequence[int]) -> list[Region]:
         """Reserve regions of these sizes; see `Tier.allocate`."""
         made: list[Region] = []

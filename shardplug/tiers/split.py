@@ -60,6 +60,10 @@ class SplitTier:
         """Return "cpu" or "nvme": where a region is."""
         return self._places[region][0].name
 
+    def uses(self, other: object) -> bool:
+        """Return whether `other` is this tier or one of the two."""
+        return other in (self, self._near, self._far)
+
     def allocate(self, sizes: Sequence[int]) -> list[Region]:
         """Reserve regions, in CPU memory where they fit; see `Tier.allocate`."""
         room = self._near_bytes - self._near.held_bytes

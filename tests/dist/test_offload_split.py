@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardplug import StorageError, ZeroEngine
+from shardplug.params import ParameterTier
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.host import HostTier
 from shardplug.tiers.split import SplitTier
@@ -33,15 +34,25 @@ from tests.support.pool import RankPool
 
 
 def partly(
-    stage: int, root: str, name: str, budget: int, *, steps: int = 0, clip: bool = False
+    stage: int,
+    root: str,
+    name: str,
+    budget: int,
+    *,
+    steps: int = 0,
+    clip: bool = False,
+    mix: str = "nvme",
 ) -> tuple[ZeroEngine, torch.nn.Module, torch.optim.Optimizer]:
     """As `train(..., flat=True)` does, with a budget of CPU memory, in small blocks."""
     torch.manual_seed(5)
-    asked = replace(config(stage, "nvme", root), offload_cpu_gib=budget / 2**30)
+    asked = replace(config(stage, mix, root), offload_cpu_gib=budget / 2**30)
     engine = ZeroEngine(asked)
     assert isinstance(engine._tier, SplitTier) and engine._tier._near_bytes == budget
     folder = SwapFolder(root, f"split{id(engine)}", engine.rank)
     far = DiskTier(folder, Staging(limit_bytes=6 * SMALL, buffer_bytes=SMALL))
+    if engine._parameters is not None:
+        assert engine._parameters.tier is engine._tier.far, "one swap file for both"
+        engine._parameters = ParameterTier(far, engine.config.prefetch, engine._control)
     engine._tier = SplitTier(HostTier(), far, budget)
     model = engine.shard(Flat())
     optimizer = engine.prepare_optimizer(OPTIMIZERS[name](model.parameters()))
@@ -79,6 +90,30 @@ def parity(root: str) -> None:
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_a_budget_holds_and_is_bit_equal(pool: RankPool, tmp_path: Path, world_size: int) -> None:
     pool.run(parity, world_size, str(tmp_path))
+
+
+def with_parameters(root: str) -> None:
+    """Parameters and gradients are in the file, and the optimizer's state partly so."""
+    plain = train(3, "none", None, "adamw", flat=True, steps=4, clip=True)
+    whole = train(3, "infinity", root, "adamw", flat=True, steps=4, clip=True)
+    ours = partly(3, root, "adamw", 5 * SMALL, steps=4, clip=True, mix="infinity")
+    same_weights(ours[:2], plain[:2])
+    assert same_state(ours[2], plain[2])
+    books, without = ours[0].memory(), whole[0].memory()
+    assert 4 * SMALL < books["optimizer_state_cpu"] <= 5 * SMALL
+    assert books["master_shards_nvme"] == without["master_shards_nvme"] > 0
+    saved = without["optimizer_state_nvme"] - books["optimizer_state_nvme"]
+    assert saved == books["optimizer_state_cpu"]
+    traffic, more = ours[0].traffic(), whole[0].traffic()
+    for direction in ("bytes_read", "bytes_written"):
+        assert more[direction] - traffic[direction] == saved
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_a_budget_beside_parameters_in_files(
+    pool: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    pool.run(with_parameters, world_size, str(tmp_path))
 
 
 def faults(root: str) -> None:
