@@ -84,3 +84,5 @@ def test_the_yaml_string_names_the_tier() -> None:
     assert read_config(None, {ENVIRONMENT_NAME: "shardplug:zero1_cpu"}).offload_optimizer == "cpu"
     infinity = read_config(None, {ENVIRONMENT_NAME: "shardplug:zero3_infinity,nvme_path=/mnt/nvme"})
     assert infinity == replace(expected, offload_params="nvme")
+    text += ",offload_cpu_gib=2"
+    assert read_config(None, {ENVIRONMENT_NAME: text}).offload_cpu_gib == 2
