@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -64,6 +65,9 @@ class ZeroConfig:
     nvme_path: str | None = None
     """Folder for swap files of the "nvme" tier; None leaves it to SHARDPLUG_NVME_PATH."""
 
+    offload_cpu_gib: float | None = None
+    """With "nvme": GiB of CPU memory a rank's optimizer state fills before files; None is none."""
+
     replicate_size: int = 1
     """HSDP: number of replicas; the world size must be a multiple. 1 shards over all ranks."""
 
@@ -112,6 +116,7 @@ class ZeroConfig:
                 f"offload_params={self.offload_params!r}: no state lives in files. Set one to "
                 '"nvme", or leave nvme_path out.'
             )
+        self._check_cpu_budget()
         if isinstance(self.nvme_path, os.PathLike):
             object.__setattr__(self, "nvme_path", os.fspath(self.nvme_path))
         if self.nvme_path is not None and not (
@@ -139,6 +144,22 @@ class ZeroConfig:
             object.__setattr__(self, "units", names)
         for name in ("param_dtype", "reduce_dtype"):
             object.__setattr__(self, name, _as_dtype(name, getattr(self, name)))
+
+    def _check_cpu_budget(self) -> None:
+        budget = self.offload_cpu_gib
+        if budget is None:
+            return
+        number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+        if not number or not 0 <= budget < math.inf:
+            raise ConfigError(
+                f"Expected offload_cpu_gib to be a number of GiB of at least 0, got {budget!r}."
+            )
+        if self.offload_optimizer != "nvme":
+            raise ConfigError(
+                f"offload_cpu_gib={budget!r} has no effect with "
+                f"offload_optimizer={self.offload_optimizer!r}: it says how much of what would be "
+                'in files stays in CPU memory. Set offload_optimizer="nvme", or leave it out.'
+            )
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> ZeroConfig:
@@ -228,6 +249,11 @@ def _parse_value(name: str, text: str) -> Any:
             raise ConfigError(f"Expected {name} to be true or false, got {text!r}.")
         return text.lower() == "true"
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in kinds and text.lower() != "none":
+        try:
+            return float(text)
+        except ValueError as error:
+            raise ConfigError(f"Expected {name} to be a number, got {text!r}.") from error
     if hint is int or name == "stage":
         try:
             return int(text)

@@ -32,7 +32,7 @@ from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
 from shardplug.core.units import plan_units
 from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
-from shardplug.optim import Binding
+from shardplug.optim import Binding, settle_matrix_optimizer
 
 if TYPE_CHECKING:
     from shardplug.checkpoint.background import Background
@@ -237,7 +237,7 @@ class ZeroEngine:
 
         Raises:
             OptimizerError: When it holds a parameter of no sharded model, or none at all, or
-                its state cannot be offloaded.
+                its state cannot be sharded or offloaded.
             StorageError: On every rank, when there is too little room for offloaded state on one.
         """
         if optimizer in self._optimizers:
@@ -249,6 +249,7 @@ class ZeroEngine:
             )
         if not self._sharded:
             raise OptimizerError("Expected engine.shard(model) before prepare_optimizer().")
+        settle_matrix_optimizer(optimizer)
         self._binding.bind(optimizer)
         if not any(p.requires_grad for model in self.models for p in model.parameters()):
             raise OptimizerError(
@@ -285,6 +286,7 @@ class ZeroEngine:
             self._control,
             pinned=self.device.type != "cpu",
             what=option,
+            cpu_bytes=int((self.config.offload_cpu_gib or 0) * 2**30),
         )
 
     def _open_parameter_tier(self) -> ParameterTier | None:
@@ -292,8 +294,9 @@ class ZeroEngine:
             return None
         from shardplug.params import ParameterTier
         from shardplug.tiers.disk import DiskTier
+        from shardplug.tiers.split import SplitTier
 
-        tier = self._tier
+        tier = self._tier.far if isinstance(self._tier, SplitTier) else self._tier
         if not isinstance(tier, DiskTier):  # optimizer state is elsewhere
             tier = self._open("nvme", "offload_params")
             assert isinstance(tier, DiskTier)
@@ -609,7 +612,8 @@ class ZeroEngine:
             streamed = self._streamed.get(optimizer)
             if streamed is not None:
                 kinds["optimizer_state"] += streamed.device_tensors
-                elsewhere[f"optimizer_state_{streamed.tier.name}"] += streamed.state_bytes
+                for tier, num_bytes in streamed.state_bytes.items():
+                    elsewhere[f"optimizer_state_{tier}"] += num_bytes
                 elsewhere["staging"] += streamed.work_bytes
                 continue
             for state in optimizer.state.values():
@@ -634,7 +638,7 @@ class ZeroEngine:
         if self._parameters is None:
             return {**held, **elsewhere}
         elsewhere["staging"] += self._parameters.staging_bytes
-        if self._parameters.tier is not self._tier:
+        if not self._tier.uses(self._parameters.tier):
             elsewhere["staging"] += self._parameters.tier.staging_bytes
         return {**held, **elsewhere, **self._parameters.held_bytes(kinds["gradients"])}
 

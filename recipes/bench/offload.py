@@ -1,8 +1,9 @@
-"""Time of an optimizer step with its state on the device, in CPU memory and in files.
+"""Time of an optimizer step with its state on the device, in CPU memory, in files and in both.
 
     python recipes/bench/offload.py --nvme-path /mnt/nvme --parameters 100m --rounds 5
 
-One process, fp32, `AdamW(fused=True)`. The three kinds take turns within each round, and so does
+One process, fp32, `AdamW(fused=True)`. "half" is "nvme" with `offload_cpu_gib` for half of the
+state. The kinds take turns within each round, and so does
 the drive alone (the same bytes read and written by the tier's own calls), so that a busy machine
 slows all of them. Prints medians, and for "nvme" the share of the drive's bandwidth.
 """
@@ -36,8 +37,12 @@ def build(num_parameters: int) -> nn.Module:
 
 def prepare(tier: str, path: str, num_parameters: int) -> tuple[ZeroEngine, torch.optim.Optimizer]:
     """Shard the model over the one rank, and give it an optimizer."""
-    nvme_path = path if tier == "nvme" else None
-    engine = ZeroEngine(ZeroConfig(stage=1, offload_optimizer=tier, nvme_path=nvme_path))
+    in_files = {"offload_optimizer": "nvme", "nvme_path": path}
+    fields = {
+        "nvme": in_files,
+        "half": {**in_files, "offload_cpu_gib": 4 * num_parameters / 2**30},
+    }.get(tier, {"offload_optimizer": tier})
+    engine = ZeroEngine(ZeroConfig(stage=1, **fields))  # type: ignore[arg-type]
     torch.manual_seed(0)
     model = engine.shard(build(num_parameters))
     return engine, engine.prepare_optimizer(
@@ -75,7 +80,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
     runs = {}
-    for tier in ("none", "cpu", "nvme"):
+    for tier in ("none", "cpu", "nvme", "half"):
         before = resident_mib()
         runs[tier] = prepare(tier, args.nvme_path, args.parameters)
         parameters = runs[tier][1].param_groups[0]["params"]
@@ -107,6 +112,7 @@ def main() -> None:
     for name, seconds in times.items():
         print(f"{name:5} {medians[name]:.3f} s  " + " ".join(f"{s:.3f}" for s in seconds))
     print(f"cpu / none    {medians['cpu'] / medians['none']:.3f}")
+    print(f"half / nvme   {medians['half'] / medians['nvme']:.3f}")
     print(f"drive / nvme  {medians['drive'] / medians['nvme']:.3f}")
     print(
         f"nvme moved    {moved['bytes_read']} bytes read, {moved['bytes_written']} written, "

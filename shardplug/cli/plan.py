@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device-memory", type=float, required=True, metavar="GIB", help="of one device")
     add("--host-memory", type=float, metavar="GIB", help="of one node")
     add("--nvme", type=float, metavar="GIB", help="room on one node's disks")
+    add("--offload-cpu", type=float, metavar="GIB", help="CPU memory a rank fills before files")
     add("--seq-length", type=int, help="tokens of a sequence")
     add("--micro-batch", type=int, default=1, help="samples per device (default 1)")
     add("--accumulate", type=int, help="micro-batches per optimizer step (default 1)")
@@ -110,6 +111,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         device_memory_gib=arguments.device_memory,
         host_memory_gib=arguments.host_memory,
         nvme_gib=arguments.nvme,
+        offload_cpu_gib=arguments.offload_cpu,
         seq_length=arguments.seq_length,
         micro_batch=arguments.micro_batch,
         accumulate=arguments.accumulate,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import _muon
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -51,6 +52,7 @@ __all__ = [
     "master_tensors",
     "may_reduce_late",
     "multiply_all",
+    "orthogonalise_whole_matrices",
     "own_groups",
     "refresh_dtypes",
     "register_extra_outputs",
@@ -521,6 +523,31 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     read._shardplug_guard = True  # type: ignore[attr-defined]
     return read
+
+
+def orthogonalise_whole_matrices() -> None:
+    """Let torch.optim.Muon bring the rows of a sharded matrix together before its iteration.
+
+    The Newton-Schulz iteration is not elementwise, and in bf16 it enlarges what is small. Left to
+    DTensor, its products are summed in another order than in one process, which the update shows
+    in its third digit. Every rank works on the whole matrix instead, gathered once, in the
+    iteration's own dtype, and keeps its rows.
+    """
+    original = _muon._zeropower_via_newtonschulz
+    if getattr(original, "_shardplug_whole", False):
+        return
+
+    @functools.wraps(original)
+    def whole(grad: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(grad, DTensor):
+            return original(grad, *args, **kwargs)
+        half = cast(DTensor, grad.bfloat16())
+        result = original(half.full_tensor(), *args, **kwargs)
+        # None: every rank has the same values, so that each cuts its rows out by itself.
+        return distribute_tensor(result, grad.device_mesh, grad.placements, src_data_rank=None)
+
+    whole._shardplug_whole = True  # type: ignore[attr-defined]
+    _muon._zeropower_via_newtonschulz = whole
 
 
 def save_tensors(tensors: dict[str, Any], **options: Any) -> None:

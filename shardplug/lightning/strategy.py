@@ -50,6 +50,8 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
         offload_optimizer: Where optimizer state lives: "none", "cpu" or "nvme".
         offload_params: Where parameters live: "none", "cpu" or "nvme".
         nvme_path: Folder for swap files, for the "nvme" tier.
+        offload_cpu_gib: With "nvme": GiB of CPU memory that a rank's optimizer state fills before
+            files.
         replicate_size: Replicas (HSDP): 1 shards over all ranks.
         units: Which modules are gathered together: "auto", or class names.
         param_dtype: "bf16", "fp16" or "fp32": dtype of gathered parameters and of the
@@ -79,6 +81,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
         offload_optimizer: Tier = "none",
         offload_params: Tier = "none",
         nvme_path: str | None = None,
+        offload_cpu_gib: float | None = None,
         replicate_size: int = 1,
         units: str | tuple[str, ...] = "auto",
         param_dtype: str | torch.dtype | None = None,
@@ -97,6 +100,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
                 "offload_optimizer": offload_optimizer,
                 "offload_params": offload_params,
                 "nvme_path": nvme_path,
+                "offload_cpu_gib": offload_cpu_gib,
                 "replicate_size": replicate_size,
                 "units": units,
                 "param_dtype": param_dtype,

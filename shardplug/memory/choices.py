@@ -176,8 +176,8 @@ def _outside(layout: Layout, setup: Setup) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
     sizes, on_gpu = tier_sizes(layout, setup), setup.device != "cpu"
     on_disk = setup.state_tier == "nvme"
-    host = sizes.buffers if on_disk else sizes.pinned
-    disk = sizes.state if on_disk else 0
+    host = sizes.buffers + sizes.pinned
+    disk = sizes.state - sizes.near if on_disk else 0
     # All of the state comes and goes back in each step.
     host_traffic, disk_traffic = 2 * sizes.state, 2 * disk
     if setup.masters_away:  # by a formula, as no version does it

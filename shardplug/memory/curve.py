@@ -44,6 +44,8 @@ class Setup:
     """Whether `zero_grad` comes between forward and backward, as in Lightning."""
     state_tier: Tier = "none"
     """Where optimizer state lives, as in `ZeroConfig.offload_optimizer`."""
+    state_cpu_bytes: int = 0
+    """CPU memory that is filled before files, as in `ZeroConfig.offload_cpu_gib`, in bytes."""
     masters_away: bool = False
     """Whether master shards live off the device."""
 

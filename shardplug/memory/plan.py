@@ -20,7 +20,15 @@ from shardplug.memory.costs import Machine
 from shardplug.memory.curve import Setup
 from shardplug.memory.layout import Layout, place
 from shardplug.memory.optimizers import OptimizerKind, optimizer_kind
-from shardplug.memory.request import PRECISIONS, Loop, Request, accumulation, check_ranks, room_of
+from shardplug.memory.request import (
+    PRECISIONS,
+    Loop,
+    Request,
+    accumulation,
+    check_ranks,
+    cpu_budget,
+    room_of,
+)
 from shardplug.memory.segments import cut
 from shardplug.memory.source import build_from_config, make_batch
 from shardplug.memory.trace import TraceSettings
@@ -77,6 +85,7 @@ def plan(
     activation_checkpointing: bool | None = None,
     stage: Literal[1, 2, 3] | None = None,
     offload: bool = True,
+    offload_cpu_gib: float | None = None,
     replicate_size: int = 1,
     prefetch: int = 1,
     units: Literal["auto"] | tuple[str, ...] = "auto",
@@ -112,6 +121,7 @@ def plan(
         activation_checkpointing: On, off, or None to look at both.
         stage: 1, 2 or 3, or None to look at all.
         offload: Whether to look at the host and NVMe tiers too.
+        offload_cpu_gib: CPU memory per rank that is filled before files, as in `ZeroConfig`.
         replicate_size: Replicas (HSDP), as in `ZeroConfig`.
         prefetch: Units gathered ahead, as in `ZeroConfig`.
         units: What is gathered together, as in `ZeroConfig`.
@@ -174,6 +184,7 @@ def plan(
             device=device,
             optimizer=optimizer_kind(optimizer),
             stale_gradients=loop == "lightning",
+            state_cpu_bytes=cpu_budget(offload_cpu_gib),
         ),
     )
     request = Request(
@@ -190,6 +201,7 @@ def plan(
         loop=loop,
         replicate_size=replicate_size,
         prefetch=prefetch,
+        offload_cpu_gib=offload_cpu_gib,
     )
     return _decide(request, work, machine or Machine(), activation_checkpointing, stage, offload)
 

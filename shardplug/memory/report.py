@@ -176,6 +176,8 @@ def _options(plan: Plan, choice: Choice) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if choice.offload_optimizer == "nvme":
         options["nvme_path"] = _SWAP_FOLDER
+        if plan.request.offload_cpu_gib is not None:
+            options["offload_cpu_gib"] = plan.request.offload_cpu_gib
     if plan.request.replicate_size != 1:
         options["replicate_size"] = plan.request.replicate_size
     if choice.activation_checkpointing:

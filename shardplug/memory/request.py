@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardplug.config import ZeroConfig
 from shardplug.errors import ConfigError
 from shardplug.memory.choices import Room
 
@@ -41,6 +42,7 @@ class Request:
     loop: str
     replicate_size: int
     prefetch: int
+    offload_cpu_gib: float | None = None
 
     @property
     def world_size(self) -> int:
@@ -61,6 +63,12 @@ def check_ranks(devices: int, nodes: int, replicate_size: int) -> int:
             f"{devices * nodes}."
         )
     return devices * nodes
+
+
+def cpu_budget(gib: float | None) -> int:
+    """Return a budget of CPU memory before files in bytes, checked as the configuration does."""
+    ZeroConfig(offload_optimizer="nvme", nvme_path="swap", offload_cpu_gib=gib)
+    return int((gib or 0) * 2**30)
 
 
 def _require_count(name: str, value: Any) -> None:

@@ -29,8 +29,11 @@ class TierSizes:
     state: int
     """In the tier: each block's region for each key of the state, rounded up to 4 KiB."""
 
+    near: int
+    """What of it is in CPU memory: all with "cpu", with "nvme" what a budget has room for."""
+
     pinned: int
-    """Host memory of that state where it is pinned: torch rounds each region to a power of 2."""
+    """Host memory of `near` where it is pinned: torch rounds each region to a power of 2."""
 
     resident: int
     """State that stays in memory: the counters, and all of parameters with no dimension."""
@@ -73,14 +76,28 @@ def tier_sizes(layout: Layout, setup: Setup) -> TierSizes:
         for block in blocks
         for key in block.keys_without_region()
     ]
+    near = _within(regions, setup) if on_disk else regions
+    num_far = len(regions) - len(near)
     return TierSizes(
         state=sum(regions),
-        pinned=sum(_power_of_2(size) for size in regions),
+        near=sum(near),
+        pinned=sum(_power_of_2(size) for size in near),
         resident=resident,
-        buffers=min(len(regions) * BLOCK_BYTES, STAGING_BYTES) if on_disk else 0,
+        buffers=min(num_far * BLOCK_BYTES, STAGING_BYTES) if on_disk else 0,
         scratch=_scratch(blocks) if on_disk else 0,
         work=_work(blocks, setup),
     )
+
+
+def _within(regions: Sequence[int], setup: Setup) -> list[int]:
+    """Choose the regions that a budget of CPU memory has room for, as `SplitTier` does."""
+    room, chosen = setup.state_cpu_bytes, []
+    for size in regions:
+        cost = size if setup.device == "cpu" else _power_of_2(size)
+        if cost <= room:
+            room -= cost
+            chosen.append(size)
+    return chosen
 
 
 def _power_of_2(size: int) -> int:

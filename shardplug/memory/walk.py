@@ -156,7 +156,7 @@ class _Walker:
         self._add("staging", tier.scratch)
         if self._setup.device == "cpu":  # the host's memory is the device's
             self._add("staging", tier.buffers)
-            self._add("optimizer_state_cpu", tier.state if self._setup.state_tier == "cpu" else 0)
+            self._add("optimizer_state_cpu", tier.near)
 
     def _replicated_gradients(self) -> int:
         layout = self._layout

@@ -89,7 +89,7 @@ class StreamedOptimizer:
         self._parameters = parameters
         self._weights = None if parameters is None else StoredWeights(parameters)
         self._tiers: list[Tier] = [tier]
-        if parameters is not None and parameters.tier is not tier:
+        if parameters is not None and not tier.uses(parameters.tier):
             self._tiers.append(parameters.tier)
         self.last_step = Traffic()
         """What the latest step moved."""
@@ -342,14 +342,15 @@ class StreamedOptimizer:
         ]
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes in the tier that hold state."""
-        return sum(
-            region.num_bytes
-            for block in self._store.blocks
-            for key, region in block.regions.items()
-            if block.holds(key)
-        )
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes that hold state, by the name of the tier that they are in."""
+        held: dict[str, int] = {}
+        for block in self._store.blocks:
+            for key, region in block.regions.items():
+                if block.holds(key):
+                    name = self.tier.tier_of(region)
+                    held[name] = held.get(name, 0) + region.num_bytes
+        return held
 
     @property
     def work_bytes(self) -> int:

@@ -90,6 +90,14 @@ class DiskTier:
         """Host memory of the buffers made so far."""
         return self._staging.held_bytes
 
+    def tier_of(self, region: Region) -> str:
+        """Return where a region is."""
+        return self.name
+
+    def uses(self, other: object) -> bool:
+        """Return whether `other` is this tier; see `Tier.uses`."""
+        return other is self
+
     def allocate(self, sizes: Sequence[int]) -> list[Region]:
         """Reserve regions on the drive; see `Tier.allocate`."""
         rounded = [aligned(max(size, 1)) for size in sizes]  # an empty one has a place too

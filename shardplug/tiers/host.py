@@ -37,30 +37,46 @@ class HostTier:
         self._pinned = pinned
         self._end = 0
         self._memory: dict[int, torch.Tensor] = {}
+        self.held_bytes = 0
+        """Memory of all regions; as long as they are zero and not pinned they take less."""
+
+    def cost_bytes(self, num_bytes: int) -> int:
+        """Return the memory that a region of this size takes."""
+        size = aligned(max(num_bytes, 1))  # an empty one has a place too
+        return 1 << (size - 1).bit_length() if self._pinned else size  # torch rounds pinned memory
+
+    def tier_of(self, region: Region) -> str:
+        """Return where a region is."""
+        return self.name
+
+    def uses(self, other: object) -> bool:
+        """Return whether `other` is this tier; see `Tier.uses`."""
+        return other is self
 
     def allocate(self, sizes: Sequence[int]) -> list[Region]:
         """Reserve regions of these sizes; see `Tier.allocate`."""
         made: list[Region] = []
         for num_bytes in sizes:
-            region = Region(self._end, aligned(max(num_bytes, 1)))  # an empty one too
+            region = Region(self._end, aligned(max(num_bytes, 1)))
             try:
                 self._memory[region.offset] = page_aligned(region.num_bytes, pinned=self._pinned)
             except (OSError, RuntimeError) as error:
-                for one in made:
-                    del self._memory[one.offset]
+                self.free(made)
                 raise StorageError(
                     f"Expected room for {sum(map(aligned, sizes))} bytes of optimizer state in CPU "
                     f"memory, but the system refused {region.num_bytes} bytes: {error}. Use more "
                     'ranks, or offload_optimizer="nvme".'
                 ) from error
             self._end += region.num_bytes
+            self.held_bytes += self.cost_bytes(region.num_bytes)
             made.append(region)
         return made
 
     def free(self, regions: Sequence[Region]) -> None:
         """Give the memory back to the system."""
         for region in regions:
-            self._memory.pop(region.offset, None)
+            if self._memory.pop(region.offset, None) is not None:
+                self.held_bytes -= self.cost_bytes(region.num_bytes)
 
     def read_ahead(self, region: Region) -> bool:
         """Nothing is to be read."""
@@ -85,3 +101,4 @@ class HostTier:
     def close(self) -> None:
         """Let go of the memory."""
         self._memory.clear()
+        self.held_bytes = 0

@@ -15,6 +15,7 @@ from shardplug.tiers.agree import raise_together
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.host import HostTier
 from shardplug.tiers.protocol import Tier
+from shardplug.tiers.split import SplitTier
 from shardplug.tiers.staging import Staging
 from shardplug.tiers.swap import SwapFolder
 
@@ -25,7 +26,13 @@ PATH_VARIABLE = "SHARDPLUG_NVME_PATH"
 
 
 def open_tier(
-    name: str, path: str | None, group: dist.ProcessGroup, *, pinned: bool, what: str
+    name: str,
+    path: str | None,
+    group: dist.ProcessGroup,
+    *,
+    pinned: bool,
+    what: str,
+    cpu_bytes: int = 0,
 ) -> Tier:
     """Open a tier on this rank. Collective.
 
@@ -35,6 +42,7 @@ def open_tier(
         group: All ranks, with messages on the CPU.
         pinned: Whether a GPU copies from and to the memory.
         what: Option that asks for the tier, named in messages.
+        cpu_bytes: With "nvme", CPU memory of this rank that is filled before the files.
 
     Raises:
         ConfigError: On every rank, when the folder of one is missing or cannot be written to.
@@ -56,7 +64,10 @@ def open_tier(
         for tier in opened:
             tier.close()
         raise
-    return opened[0]
+    if not cpu_bytes:
+        return opened[0]
+    near = HostTier(pinned=pinned, block_bytes=opened[0].block_bytes)
+    return SplitTier(near, opened[0], cpu_bytes)
 
 
 def _open_disk(path: str | None, run: str, rank: int, pinned: bool, what: str) -> DiskTier:

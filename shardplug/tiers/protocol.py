@@ -91,6 +91,12 @@ class Tier(Protocol):
     def staging_bytes(self) -> int:
         """Host memory that the tier holds to move regions through."""
 
+    def tier_of(self, region: Region) -> str:
+        """Return "cpu" or "nvme": where a region is, should the tier have several places."""
+
+    def uses(self, other: object) -> bool:
+        """Return whether `other` is this tier, or one that it keeps regions in."""
+
     def allocate(self, sizes: Sequence[int]) -> list[Region]:
         """Reserve regions of these sizes in bytes.
 

@@ -6,6 +6,7 @@ import mmap
 
 import torch
 
+from shardplug.errors import StorageError
 from shardplug.tiers.protocol import BLOCK_BYTES
 
 __all__ = ["STAGING_BYTES", "Buffer", "Staging", "page_aligned"]
@@ -72,12 +73,25 @@ class Staging:
         return self._made * self.buffer_bytes
 
     def take(self) -> Buffer | None:
-        """Return a free buffer, or None when all that may exist are lent."""
+        """Return a free buffer, or None when all that may exist are lent.
+
+        Raises:
+            StorageError: When the system refuses the memory of one that may exist.
+        """
         if self._free:
             return self._free.pop()
         if (self._made + 1) * self.buffer_bytes > self.limit_bytes:
             return None
-        buffer = Buffer(self.buffer_bytes, pinned=self._pinned)
+        try:
+            buffer = Buffer(self.buffer_bytes, pinned=self._pinned)
+        except (OSError, RuntimeError) as error:
+            kind = "pinned memory" if self._pinned else "memory"
+            raise StorageError(
+                f"Expected {self.buffer_bytes} bytes of {kind} for a staging buffer, beside "
+                f"{self.held_bytes} that are there, but the system refused them: {error}. "
+                "`shardplug doctor` says what may be pinned and locked here; raise that limit "
+                "(ulimit -l), or free memory."
+            ) from error
         self._made += 1
         return buffer
 

@@ -82,11 +82,13 @@ def _planned(kind: str, stage: int, tier: str, optimizer: str, devices: int, **o
 
 
 def _hold(
-    kind: str, stage: int, tier: str, optimizer: str, folder: str
+    kind: str, stage: int, tier: str, optimizer: str, folder: str, budget: float | None = None
 ) -> tuple[dict[str, dict[str, int]], int, int, float]:
     """Train two steps; return books by phase, the swap file's size, the second's peak and bytes."""
     path = folder if tier == "nvme" else None
-    engine = ZeroEngine(ZeroConfig(stage=stage, offload_optimizer=tier, nvme_path=path))  # type: ignore[arg-type]
+    engine = ZeroEngine(
+        ZeroConfig(stage=stage, offload_optimizer=tier, nvme_path=path, offload_cpu_gib=budget)  # type: ignore[arg-type]
+    )
     model = engine.shard(_model(kind))
     made: dict[str, Any] = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
@@ -172,6 +174,45 @@ def test_many_blocks_and_other_optimizers_are_the_plans_too(
     pool: RankPool, tmp_path: Path, tier: str, optimizer: str
 ) -> None:
     _compare(pool, tmp_path, 2, "wide", 3, tier, optimizer)
+
+
+def test_a_budget_before_files_is_the_plans_too(pool: RankPool, tmp_path: Path) -> None:
+    budget = 21.5 / 1024
+    choice = _planned("wide", 3, "nvme", "adamw", 2, offload_cpu_gib=budget)
+    ranks = pool.run(_hold, 2, "wide", 3, "nvme", "adamw", str(tmp_path), budget)
+    books, _, _, moved = ranks[0]
+    for phase, held in books.items():
+        planned = choice.walk.phases[phase]
+        for one in (*BOOK_KINDS, "optimizer_state_cpu", "staging"):
+            assert held[one] == planned[one], (phase, one)
+    last = books["at_rest"]
+    assert 20 * MIB <= last["optimizer_state_cpu"] <= 21.5 * MIB
+    assert choice.disk == 2 * last["optimizer_state_nvme"] > 0
+    assert choice.time.transfers * Machine().nvme_gb_s * 1e9 == pytest.approx(2 * moved)
+    on_gpu = _planned("wide", 3, "nvme", "adamw", 2, offload_cpu_gib=budget, device="cuda")
+    without = _planned("wide", 3, "nvme", "adamw", 2, device="cuda")
+    assert 0 < without.disk - on_gpu.disk <= 2 * budget * 2**30
+    assert on_gpu.time.transfers < without.time.transfers
+    with pytest.raises(ConfigError, match="GiB of at least 0, got -1"):
+        _planned("tiny", 3, "nvme", "adamw", 2, offload_cpu_gib=-1)
+
+
+def test_a_budget_is_printed_to_be_copied() -> None:
+    found = plan(
+        TinyLM(),
+        devices=2,
+        device_memory_gib=4,
+        batch=tokens(0, 0, 0),
+        loss=_loss,
+        offload_cpu_gib=1.5,
+    )
+    for choice in found.choices:
+        if choice.offload_optimizer == "nvme" and not choice.unavailable:
+            text = accelerate_yaml(found, choice).partition("shardplug:")[2].partition('"')[0]
+            assert ZeroConfig.parse(text).offload_cpu_gib == 1.5
+            assert "offload_cpu_gib=1.5" in lightning_line(found, choice)
+        elif choice.offload_optimizer == "cpu":
+            assert "offload_cpu_gib" not in lightning_line(found, choice)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -57,6 +57,14 @@ def test_optimizer_state_in_files() -> None:
     assert ZeroConfig(offload_optimizer="nvme").nvme_path is None  # the environment may name it
 
 
+def test_a_budget_of_cpu_memory_before_files() -> None:
+    config = ZeroConfig(offload_optimizer="nvme", offload_cpu_gib=1.5)
+    assert config.offload_cpu_gib == 1.5
+    assert ZeroConfig.parse("zero3,offload_optimizer=nvme,offload_cpu_gib=1.5") == config
+    assert ZeroConfig.parse("zero3,offload_cpu_gib=none").offload_cpu_gib is None
+    assert ZeroConfig(offload_optimizer="nvme", offload_cpu_gib=0).offload_cpu_gib == 0
+
+
 def test_parameters_on_a_tier() -> None:
     config = ZeroConfig.preset("zero3_infinity", nvme_path="/mnt/a")
     assert (config.stage, config.offload_optimizer, config.offload_params) == (3, "nvme", "nvme")
@@ -106,6 +114,12 @@ def test_parse_reads_every_field() -> None:
         ("zero2,nvme_path=/mnt", "nvme_path='/mnt' has no effect with offload_optimizer='none'"),
         ("zero2_cpu,nvme_path=/mnt", "nvme_path='/mnt' has no effect with offload_optimizer='cpu'"),
         ("offload_optimizer=nvme,nvme_path= ", "nvme_path to name a folder, got ''"),
+        ("offload_optimizer=nvme,offload_cpu_gib=-1", "GiB of at least 0, got -1"),
+        ("offload_optimizer=nvme,offload_cpu_gib=inf", "GiB of at least 0, got inf"),
+        ("offload_optimizer=nvme,offload_cpu_gib=nan", "GiB of at least 0, got nan"),
+        ("offload_optimizer=nvme,offload_cpu_gib=2GB", "to be a number, got '2GB'"),
+        ("zero3,offload_cpu_gib=1", "offload_cpu_gib=1.0 has no effect with .*'none'"),
+        ("zero3_cpu,offload_cpu_gib=0", "offload_cpu_gib=0.0 has no effect with .*'cpu'"),
         ("zero2_infinity", "out of zero1, .*zero3_offload, got 'zero2_infinity'"),
     ],
 )
@@ -130,6 +144,8 @@ def test_parse_refuses(text: str, message: str) -> None:
         ({"activation_checkpointing": 1}, "true or false, got 1"),
         ({"offload_params": "nvme"}, "Expected offload_optimizer too with offload_params='nvme'"),
         ({"offload_optimizer": None}, "got None"),
+        ({"offload_optimizer": "nvme", "offload_cpu_gib": "1"}, "GiB of at least 0, got '1'"),
+        ({"offload_optimizer": "nvme", "offload_cpu_gib": True}, "GiB of at least 0, got True"),
     ],
 )
 def test_impossible_values_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -15,7 +15,8 @@ from tests.support.pool import RankPool
 
 
 def zero(tier: str, root: str) -> str:
-    more = {"none": "", "cpu": "_cpu", "nvme": f",offload_optimizer=nvme,nvme_path={root}"}
+    files = f",offload_optimizer=nvme,nvme_path={root}"
+    more = {"none": "", "cpu": "_cpu", "nvme": files, "both": f"{files},offload_cpu_gib=3e-5"}
     if tier == "infinity":
         return f"zero3_infinity,nvme_path={root}"
     return "zero3" + more[tier]
@@ -58,13 +59,16 @@ def train(
                 scheduler.step()
                 optimizer.zero_grad()
     assert acc.completed_steps == 6
+    if tier == "both":
+        books = acc.engine.memory()
+        assert 0 < books["optimizer_state_cpu"] <= 3e-5 * 2**30 and books["optimizer_state_nvme"]
     return acc.engine.full_state_dict(rank0_only=False)
 
 
 def compare(root: str) -> None:
     for precision, optimizer_first in (("no", False), ("fp16", True)):
         expected = train("none", root, precision, optimizer_first=optimizer_first)
-        for tier in ("cpu", "nvme", "infinity"):
+        for tier in ("cpu", "nvme", "both", "infinity"):
             ours = train(tier, root, precision, optimizer_first=optimizer_first)
             assert ours and all(torch.equal(ours[name], expected[name]) for name in expected), tier
 
@@ -80,3 +84,5 @@ def test_the_yaml_string_names_the_tier() -> None:
     assert read_config(None, {ENVIRONMENT_NAME: "shardplug:zero1_cpu"}).offload_optimizer == "cpu"
     infinity = read_config(None, {ENVIRONMENT_NAME: "shardplug:zero3_infinity,nvme_path=/mnt/nvme"})
     assert infinity == replace(expected, offload_params="nvme")
+    text += ",offload_cpu_gib=2"
+    assert read_config(None, {ENVIRONMENT_NAME: text}).offload_cpu_gib == 2

@@ -18,6 +18,7 @@ def start(tier: str, root: str):  # type: ignore[no-untyped-def]
         offload_optimizer="nvme",
         offload_params="nvme" if tier == "infinity" else "none",
         nvme_path=root,
+        offload_cpu_gib=4096 / 2**30 if tier == "both" else None,
     )
     run = fabric(strategy)
     model = build(Net)
@@ -36,12 +37,14 @@ def steps(run, model, optimizer, first: int, last: int) -> None:  # type: ignore
 
 def train(root: str) -> None:
     found = {}
-    for tier in ("none", "cpu", "nvme", "infinity"):
+    for tier in ("none", "cpu", "nvme", "infinity", "both"):
         run, model, optimizer = start(tier, root)
         steps(run, model, optimizer, 0, 3)
         run.save(f"{root}/{tier}", {"model": model, "optimizer": optimizer})
         steps(run, model, optimizer, 3, 5)
         found[tier] = whole(model)
+    books = run.strategy.engine.memory()
+    assert 0 < books["optimizer_state_cpu"] <= 4096 and books["optimizer_state_nvme"] > 0
     for before, after in (("infinity", "none"), ("none", "infinity"), ("cpu", "nvme")):
         run, model, optimizer = start(after, root)
         run.load(f"{root}/{before}", {"model": model, "optimizer": optimizer})

@@ -31,6 +31,10 @@ class Scheduled(Plain):
 def strategy_of(tier: str, root: str) -> Any:
     if tier == "nvme":
         return ZeroStrategy(stage=3, offload_optimizer="nvme", nvme_path=root)
+    if tier == "both":
+        return ZeroStrategy(
+            stage=3, offload_optimizer="nvme", nvme_path=root, offload_cpu_gib=4096 / 2**30
+        )
     os.environ[PATH_VARIABLE] = root
     return {"none": "zero3", "cpu": "zero3_cpu", "infinity": "zero3_infinity"}[tier]
 
@@ -56,9 +60,11 @@ def equal(one: Any, two: Any) -> None:
 
 def train(root: str) -> None:
     expected, _ = fit("none", root, steps=6)
-    for tier in ("cpu", "nvme", "infinity"):
-        module, _ = fit(tier, root, steps=6)
+    for tier in ("cpu", "nvme", "infinity", "both"):
+        module, run = fit(tier, root, steps=6)
         equal(module, expected)
+    books = run.strategy.engine.memory()
+    assert 0 < books["optimizer_state_cpu"] <= 4096 and books["optimizer_state_nvme"] > 0
     resumed = []
     for before, after in (("none", "none"), ("nvme", "infinity"), ("infinity", "cpu")):
         _, run = fit(before, root, steps=3)

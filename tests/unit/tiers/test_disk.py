@@ -13,6 +13,7 @@ import torch
 
 from shardplug.errors import StorageError
 from shardplug.tiers import file as file_module
+from shardplug.tiers import staging as staging_module
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.host import HostTier
 from shardplug.tiers.protocol import ALIGNMENT, Region, Tier, aligned
@@ -74,6 +75,21 @@ def test_traffic_is_counted(disk: DiskTier) -> None:
     after = disk.traffic.since(before)
     assert (after.bytes_read, after.bytes_written) == (BUFFER, 0)
     assert disk.traffic.waited_seconds > 0
+
+
+def test_buffers_that_the_system_refuses(disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+        raise RuntimeError("cannot pin")
+
+    region = disk.allocate([BUFFER])[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_module, "page_aligned", refuses)
+        with pytest.raises(StorageError, match=f"{BUFFER} bytes of memory .*: cannot pin"):
+            disk.get(region)
+        with pytest.raises(StorageError, match="bytes of pinned memory for a staging buffer"):
+            Staging(3 * BUFFER, BUFFER, pinned=True).take()
+    fill(disk, region, 3)
+    assert (read(disk, region) == 3).all()
 
 
 def test_memory_never_exceeds_the_limit(disk: DiskTier) -> None:
