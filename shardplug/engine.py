@@ -124,6 +124,11 @@ class ZeroEngine:
         return [sharded.model for sharded in self._sharded]
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The prepared optimizers that are alive, in no fixed order."""
+        return list(self._optimizers)
+
+    @property
     def shard_size(self) -> int:
         """Number of ranks that one copy of the parameters is spread over."""
         return self.device_mesh.size(self.device_mesh.ndim - 1)

@@ -41,6 +41,7 @@ __all__ = [
     "gradient_tensors",
     "guard_partial_reads",
     "has_unreduced_gradients",
+    "is_copy",
     "is_read_of_value",
     "keep_shard_elsewhere",
     "laid_out_like",
@@ -68,6 +69,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "unit_groups",
+    "written_tensors",
 ]
 
 
@@ -622,6 +624,11 @@ def is_read_of_value(func: Any) -> bool:
     return func is torch.ops.aten._local_scalar_dense.default
 
 
+def is_copy(func: Any) -> bool:
+    """Whether a dispatched operation copies a tensor to another device or dtype."""
+    return func is torch.ops.aten._to_copy.default
+
+
 def gathered_units(root: nn.Module) -> list[str]:
     """Return the names of the units whose parameters are whole at the moment."""
     return [name for name, group in unit_groups(root) if group.is_unsharded]
@@ -677,3 +684,13 @@ def after_gradient(parameter: nn.Parameter, action: Callable[[torch.Tensor], Non
     parameter.requires_grad_(True)  # torch takes no hook of a frozen one
     parameter.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(trained)
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a dispatched operation writes to."""
+    written: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return written
