@@ -71,6 +71,7 @@ def dry_run(
     step: Step,
     settings: TraceSettings,
     *,
+    is_entry: bool,
     most_seconds: float,
 ) -> DryRun:
     """Trace one micro-batch of a sharded model.
@@ -81,6 +82,8 @@ def dry_run(
         batch: What the step gets; shapes count, and values of small integer tensors.
         step: Computes the loss, as the run will.
         settings: Device and precision; recomputation is what the model does already.
+        is_entry: Whether the step is a method of the model that gathers what `forward` would, as
+            `training_step` does, and not a loop that calls the model.
         most_seconds: Give up after so long.
 
     Raises:
@@ -92,14 +95,45 @@ def dry_run(
 
     def watched(module: nn.Module, inputs: Any) -> torch.Tensor:
         guard.in_backward = False
-        with reads.following(), reads:
-            loss = step(module, inputs)
+        with reads.following(inside=int(is_entry)), reads:
+            loss = _as_forward(module, step, inputs) if is_entry else step(module, inputs)
         guard.in_backward = True
         return loss
 
     with _laid_open(model), _same_random_numbers(), guard:
         trace = trace_model(placed, model, batch, watched, settings)
     return DryRun(trace, guard.recomputed_flops > 0, reads.made_up)
+
+
+def _as_forward(model: nn.Module, step: Step, inputs: Any) -> torch.Tensor:
+    """Run a step in the place of the model's forward, so that the hooks of the root meet it.
+
+    The step may call the model itself; that is no second entry.
+    """
+    own = vars(model)
+
+    def forward(batch: Any) -> torch.Tensor:
+        put_back()
+        hooks = {name: dict(own[name]) for name in _HOOKS}
+        for name in hooks:
+            own[name].clear()
+        try:
+            return step(model, batch)
+        finally:
+            for name, content in hooks.items():
+                own[name].update(content)
+
+    before = own.get("forward")
+
+    def put_back() -> None:
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
+
+    own["forward"] = forward
+    loss: torch.Tensor = model(inputs)
+    return loss
 
 
 @contextmanager
@@ -216,9 +250,9 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth = 0
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Know whether a module is at work."""
-        self._depth = 0
+    def following(self, inside: int) -> Iterator[None]:
+        """Know whether a module is at work, beyond those that the step itself is in."""
+        self._depth = -inside
         enter = register_module_forward_pre_hook(lambda *_: self._count(1))
         leave = register_module_forward_hook(lambda *_: self._count(-1), always_call=True)
         try:
@@ -234,7 +268,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._depth == 0 and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+        if self._depth <= 0 and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if is_read_of_value(func):
                 self.made_up += 1
                 return torch.ones((), dtype=args[0].dtype).item()

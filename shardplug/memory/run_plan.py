@@ -227,6 +227,7 @@ class RunPlanner:
                     first.batch,
                     first.loss or outputs.loss,
                     settings,
+                    is_entry=first.loss is not None,
                     most_seconds=_MOST_SECONDS,
                 )
             except Exception as error:
