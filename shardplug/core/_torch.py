@@ -33,12 +33,11 @@ __all__ = [
     "after_root_backward",
     "announce_collectives",
     "attention_by_kernel",
+    "book_tensors",
     "clamp_all",
     "drop_unreduced_gradients",
     "fused_attention_on_cpu",
-    "gathered_tensors",
     "gathered_units",
-    "gradient_tensors",
     "guard_partial_reads",
     "has_unreduced_gradients",
     "is_copy",
@@ -49,7 +48,6 @@ __all__ = [
     "leave_unused_inputs_alone",
     "local_tensor",
     "managed_parameters",
-    "master_tensors",
     "may_reduce_late",
     "multiply_all",
     "own_groups",
@@ -165,32 +163,32 @@ def settle_root(root: nn.Module) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
-def master_tensors(root: nn.Module) -> list[torch.Tensor]:
-    """Return the flat, padded shards that parameters are kept in at rest."""
-    return [p._sharded_param_data for group in _param_groups(root) for p in group.fsdp_params]
+def book_tensors(root: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return what the parameters of a model hold, by kind, in one walk over its units.
 
-
-def gathered_tensors(root: nn.Module) -> list[torch.Tensor]:
-    """Return the gathered copies; those not gathered at the moment have empty storages."""
-    found: list[torch.Tensor] = []
+    Returns:
+        "master_shards": the flat, padded shards that parameters are kept in at rest. "gathered":
+        the gathered copies; those not gathered at the moment have empty storages. "gradients":
+        sharded ones, and full ones that have not been reduced yet.
+    """
+    masters: list[torch.Tensor] = []
+    gathered: list[torch.Tensor] = []
+    gradients: list[torch.Tensor | None] = []
     for group in _param_groups(root):
         if group._all_gather_result is not None:
-            found.append(group._all_gather_result.all_gather_output)
+            gathered.append(group._all_gather_result.all_gather_output)
+        gradients.append(group._partial_reduce_output)
         for param in group.fsdp_params:
-            found += param.all_gather_outputs
-            found += getattr(param, "_unsharded_inner_tensors", [])
-    return found
-
-
-def gradient_tensors(root: nn.Module) -> list[torch.Tensor]:
-    """Return sharded gradients and full gradients that have not been reduced yet."""
-    found: list[torch.Tensor | None] = []
-    for group in _param_groups(root):
-        found.append(group._partial_reduce_output)
-        for param in group.fsdp_params:
-            found.append(param.sharded_param.grad)
-            found += _unreduced(param)
-    return [local_tensor(grad) for grad in found if grad is not None]
+            masters.append(param._sharded_param_data)
+            gathered += param.all_gather_outputs
+            gathered += getattr(param, "_unsharded_inner_tensors", [])
+            gradients.append(param.sharded_param.grad)
+            gradients += _unreduced(param)
+    return {
+        "master_shards": masters,
+        "gathered": gathered,
+        "gradients": [local_tensor(grad) for grad in gradients if grad is not None],
+    }
 
 
 def _unreduced(param: Any) -> list[torch.Tensor]:
