@@ -103,7 +103,7 @@ def rank_main(rank: int, options: argparse.Namespace, port: int, folder: str) ->
         return time.perf_counter() - start
 
     plain, curve, inside, cpu = [], [], [], []
-    first = 0.0
+    first, done = 0.0, 0
     made = sinks(Path(folder), rank)
     for index in range(3):
         step(index)
@@ -113,7 +113,7 @@ def rank_main(rank: int, options: argparse.Namespace, port: int, folder: str) ->
         tracker = MemoryTracker(
             Watched(engine, watch),  # type: ignore[arg-type]
             made,
-            plan="auto",
+            first_step=done,
             peak_tflops=options.peak_tflops,
         )
         planning = step(0)  # makes the plan: counted by itself
@@ -124,8 +124,9 @@ def rank_main(rank: int, options: argparse.Namespace, port: int, folder: str) ->
             curve.append(step(index))
             inside.append(watch.wall - before[0])
             cpu.append(watch.cpu - before[1])
-        engine_rows = tracker.last_rows
-        tracker._sinks = []  # they go on in the next round
+        last, done = tracker.last_rows, tracker.step
+        if round_number < options.rounds - 1:
+            tracker._sinks = []  # they go on in the next round
         tracker.close()
     if rank == 0:
         found = {
@@ -134,7 +135,7 @@ def rank_main(rank: int, options: argparse.Namespace, port: int, folder: str) ->
             "inside": inside,
             "cpu": cpu,
             "first": first,
-            "row": {**engine_rows[-1].by_cost} if engine_rows else {},
+            "row": last[-1].by_cost,
             "load": os.getloadavg()[0],
         }
         Path(folder, "found.json").write_text(json.dumps(found))
@@ -146,8 +147,18 @@ def page(found: dict[str, Any], options: argparse.Namespace) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    plain, curve = statistics.median(found["plain"]), statistics.median(found["curve"])
-    inside, cpu = statistics.median(found["inside"]), statistics.median(found["cpu"])
+    base = statistics.median(found["plain"])
+    names = {
+        "plain": "step without",
+        "curve": "step with",
+        "inside": "inside the tracker, wall",
+        "cpu": "inside the tracker, CPU",
+    }
+    rows = "\n".join(
+        f"| {name} | {statistics.median(found[key]):.4f} | {min(found[key]):.4f} "
+        f"| {max(found[key]):.4f} | {statistics.median(found[key]) / base:.2%} |"
+        for key, name in names.items()
+    )
     busy = " (a machine with other work)" if found["load"] > options.ranks + 1 else ""
     last = ", ".join(f"{name} {value:.4g}" for name, value in found["row"].items())
     return f"""# What the memory curve costs
@@ -164,14 +175,11 @@ def page(found: dict[str, Any], options: argparse.Namespace) -> str:
 
 | | median s | min | max | share of a step |
 |---|---|---|---|---|
-| step without | {plain:.4f} | {min(found["plain"]):.4f} | {max(found["plain"]):.4f} | |
-| step with | {curve:.4f} | {min(found["curve"]):.4f} | {max(found["curve"]):.4f} | {curve / plain:.3f} |
-| inside the tracker, wall | {inside:.4f} | {min(found["inside"]):.4f} | {max(found["inside"]):.4f} | {inside / plain:.2%} |
-| inside the tracker, CPU | {cpu:.4f} | {min(found["cpu"]):.4f} | {max(found["cpu"]):.4f} | {cpu / plain:.2%} |
+{rows}
 
 Steps with and without took turns, {options.steps} each in {options.rounds} rounds. The times inside
-are of rank 0, which writes; they are what the curve costs, while the difference of the first two rows
-has the noise of the machine. The first step with a new tracker, which makes the plan, took
+are of rank 0, which writes; they are what the curve costs, while the difference of the first two
+rows has the noise of the machine. The first step with a new tracker, which makes the plan, took
 {found["first"]:.2f} s. The last row had {last}.
 """
 
@@ -183,12 +191,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--peak_tflops", type=float, default=0.1, help="for MFU on a CPU")
+    parser.add_argument("--folder", type=Path, help="keep the rows and pictures here")
     parser.add_argument("--write", type=Path, help="Markdown file for the page")
     options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = str(options.folder or temporary)
         mp.spawn(rank_main, args=(options, port, folder), nprocs=options.ranks)
         text = page(json.loads(Path(folder, "found.json").read_text()), options)
     print(text)

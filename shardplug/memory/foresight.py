@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,9 +62,8 @@ class Foresight:
         for model in getattr(self._engine, "models", ()) if self._listens else ():
             if id(model) not in self._hooked:
                 self._hooked.add(id(model))
-                hook = partial(self._on_call)
                 self._handles.append(
-                    model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                    model.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True)
                 )
 
     def stop_listening(self) -> None:
