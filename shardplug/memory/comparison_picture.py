@@ -88,7 +88,7 @@ def _draw_bars(axes: Axes, shown: Sequence[MemoryRow], walk: Walk, scale: int) -
             low = [below + height for below, height in zip(low, heights, strict=True)]
         for place, total in enumerate(low):
             axes.annotate(
-                f"{total:#.3g}",
+                f"{total:.4g}",
                 (place + offset, total),
                 xytext=(0, 2),
                 textcoords="offset points",
@@ -118,7 +118,7 @@ def _draw_steps(axes: Axes, rows: Sequence[MemoryRow], worst: int, walk: Walk, s
     axes.plot(steps, highest, color="0.6", linewidth=4, label="peak, highest of all ranks")
     axes.plot(steps, peaks, color="black", marker=".", label=f"peak of rank {worst}, measured")
     peak = walk.peak.total / scale
-    axes.plot(steps, [peak] * len(steps), color="#D55E00", linestyle="--", label="predicted")
+    axes.plot(steps, [peak] * len(steps), color="#D55E00", linestyle="--", label="peak, predicted")
     top = [*highest, peak]
     totals = {phase: sum(held.values()) / scale for phase, held in predicted_phases(walk).items()}
     for phase, style in zip(PHASES, ("v", "^", "s"), strict=True):
