@@ -56,10 +56,10 @@ class _Refused(Exception):
 class DryRun:
     """A trace, and what it says of the arithmetic."""
 
-    def __init__(self, trace: Trace, recomputes: bool, made_up: int) -> None:
+    def __init__(self, trace: Trace, recomputed_flops: int, made_up: int) -> None:
         self.trace = trace
-        self.recomputes = recomputes
-        """Whether the backward computed a forward again."""
+        self.recomputed_flops = recomputed_flops
+        """Operations of forwards that the backward computed again, in the blocks that were run."""
         self.made_up = made_up
         """Values that the step looked at outside of modules, to log them as a rule: each was 1."""
 
@@ -94,7 +94,7 @@ def dry_run(
     reads = _Reads()
 
     def watched(module: nn.Module, inputs: Any) -> torch.Tensor:
-        guard.in_backward = False
+        guard.in_backward, guard.recomputed_flops = False, 0
         with reads.following(inside=int(is_entry)), reads:
             loss = _as_forward(module, step, inputs) if is_entry else step(module, inputs)
         guard.in_backward = True
@@ -102,7 +102,7 @@ def dry_run(
 
     with _laid_open(model), _same_random_numbers(), guard:
         trace = trace_model(placed, model, batch, watched, settings)
-    return DryRun(trace, guard.recomputed_flops > 0, reads.made_up)
+    return DryRun(trace, guard.recomputed_flops, reads.made_up)
 
 
 def _as_forward(model: nn.Module, step: Step, inputs: Any) -> torch.Tensor:

@@ -21,7 +21,6 @@ from shardplug.memory.curve import PLAN_KINDS, Walk
 from shardplug.memory.dry_run import Step, dry_run
 from shardplug.memory.estimate import estimated_trace
 from shardplug.memory.layout import Placed
-from shardplug.memory.recorder import Mark
 from shardplug.memory.row import BOOK_KINDS
 from shardplug.memory.running import (
     RunningEngine,
@@ -167,12 +166,12 @@ class RunPlanner:
             for m in others
             for plan in placed_as_sharded(m, engine.config).layout.parameters
         )
-        self._recomputes = engine.config.activation_checkpointing
+        self._recomputed = 0
         trace = self._trace()
         self._work = work_of(first.batch)
         self._first = replace(first, batch=None, loss=None)  # its tensors may be on a device
         self._segments: Segments = cut(trace, self._placed.layout)
-        self._flops = _model_flops(trace, self._placed, self._recomputes)
+        self._flops = _model_flops(trace, self._placed, self._recomputed)
 
     def plan(self, accumulate: int | None = None) -> RunPlan:
         """Plan for a number of micro-batches; 1 where nobody knows it yet."""
@@ -182,6 +181,11 @@ class RunPlanner:
         notes = list(self._notes)
         if shards < engine.shard_size:
             notes.append("the first shard stands for all; others hold at most as much")
+        if engine.config.offload_params != "none":
+            notes.append(
+                "parameters rest in a tier: their bytes there and its buffers are not in these "
+                "figures, and gradients are counted as if they stayed on the device"
+            )
         return RunPlan(
             walks=tuple(self._walk(shard, accumulate) for shard in range(shards)),
             shards=engine.shard_size,
@@ -235,7 +239,7 @@ class RunPlanner:
                 reason = str(error).partition("\n")[0]
                 self._failure = f"{type(error).__name__.strip('_')}: {reason}"
             else:
-                self._recomputes = run.recomputes
+                self._recomputed = run.recomputed_flops
                 self._notes += outputs.notes
                 if run.made_up:
                     self._notes.append("values that the step reads were taken to be 1")
@@ -244,8 +248,11 @@ class RunPlanner:
                 outputs.kept.clear()
         self._notes.append(f"{_FORMULA}; model states are exact all the same")
         tensors = tuple(leaf for leaf in tree_leaves(first.batch) if isinstance(leaf, torch.Tensor))
-        settings = replace(settings, checkpointing=self._recomputes)
-        return estimated_trace(self._placed.layout, first.model, tensors, settings)
+        without = estimated_trace(self._placed.layout, first.model, tensors, settings)
+        settings = replace(settings, checkpointing=engine.config.activation_checkpointing)
+        found = estimated_trace(self._placed.layout, first.model, tensors, settings)
+        self._recomputed = found.flops - without.flops
+        return found
 
 
 class _Outputs:
@@ -278,19 +285,14 @@ def _like_cross_entropy(output: torch.Tensor) -> torch.Tensor:
     return F.log_softmax(output, -1).sum() if output.dim() > 1 else output.sum()
 
 
-def _model_flops(trace: Trace, placed: Placed, recomputes: bool) -> int:
-    """Operations of forward and backward, without forwards that are computed again."""
-    if not recomputes:
-        return trace.flops
-    blocks, inside, again = set(placed.layout.blocks), 0, 0
-    for event in trace.events:
-        if event.mark is Mark.LOSS:
-            break
-        if event.mark is Mark.FLOPS and inside:
-            again += event.size
-        elif event.mark in (Mark.ENTER, Mark.LEAVE) and event.number in blocks:
-            inside += 1 if event.mark is Mark.ENTER else -1
-    return trace.flops - again
+def _model_flops(trace: Trace, placed: Placed, recomputed: int) -> int:
+    """Operations of forward and backward, without forwards that are computed again.
+
+    Of equal blocks only some were run: the others compute as many again.
+    """
+    blocks = len(placed.blocks)
+    shown = trace.traced_blocks or blocks or 1
+    return trace.flops - recomputed * (blocks or 1) // shown
 
 
 def _with(plan: Walk, more: dict[str, int]) -> Walk:

@@ -32,6 +32,16 @@ class Follower(TinyLM):
         return logits * 2 if float(logits.detach().sum()) > 0 else logits
 
 
+class Counter(TinyLM):
+    """Writes to a tensor that is neither parameter nor buffer, nor made in the step."""
+
+    seen = torch.zeros(())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        Counter.seen.add_(1)
+        return super().forward(tokens)
+
+
 def _adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(model.parameters(), lr=1e-3)]
 
@@ -160,6 +170,57 @@ def test_a_step_that_cannot_be_traced_is_said_and_its_states_are_exact(
     assert "The step could not be traced" in message and "value" in message
     assert _books_are_the_plans(tmp_path, plan, 2) > 0
     assert "factor of 2" in json.loads((tmp_path / "plan.json").read_text())["notes"][0]
+
+
+def _count(folder: Path) -> tuple[str, float]:
+    Counter.seen.zero_()
+    plan, _, _ = _run(folder, ZeroConfig(stage=3), Counter, _adamw, "auto")
+    assert plan is not None
+    return plan.failure, float(Counter.seen)
+
+
+def test_a_step_that_writes_elsewhere_is_not_traced(pool: RankPool, tmp_path: Path) -> None:
+    for failure, seen in pool.run(_count, 2, tmp_path):
+        assert "writes to a tensor" in failure
+        assert seen == STEPS * MICRO_BATCHES
+
+
+def _flops(folder: Path, checkpointing: bool) -> tuple[int, int, bool]:
+    config = ZeroConfig(stage=3, activation_checkpointing=checkpointing)
+    plan, _, _ = _run(folder, config, TinyLM, _adamw, "auto")
+    assert plan is not None
+    return plan.flops, plan.walks[0].phases["after_forward"]["activations"], plan.traced
+
+
+def test_what_is_computed_again_is_no_operation_of_the_model(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ((plain, kept, traced),) = pool.run(_flops, 1, tmp_path, False)
+    ((again, fewer, traced_too),) = pool.run(_flops, 1, tmp_path, True)
+    assert traced and traced_too and fewer < kept
+    model, batch = TinyLM(tied=True), tokens(0, 0, 0)
+    with FlopCounterMode(display=False) as counter:
+        lm_loss(model(batch), batch).backward()
+    assert plain == again == counter.get_total_flops() > 0
+
+
+def _offloaded(folder: Path, tier: str) -> tuple[list[str], tuple[str, ...], list[str]]:
+    swap = {"nvme_path": str(folder)} if tier == "nvme" else {}
+    config = ZeroConfig(stage=3, offload_optimizer=tier, offload_params=tier, **swap)  # type: ignore[arg-type]
+    plan, _, said = _run(folder, config, TinyLM, _adamw, "auto")
+    assert plan is not None
+    return [plan.failure], plan.notes, said
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_parameters_in_a_tier_are_named_as_not_planned(
+    pool: RankPool, tmp_path: Path, tier: str
+) -> None:
+    for failure, notes, said in pool.run(_offloaded, 2, tmp_path, tier):
+        assert failure == [""] and said == []
+        assert "parameters rest in a tier" in notes[-1]
 
 
 def test_training_is_the_same_with_and_without(pool: RankPool, tmp_path: Path) -> None:
