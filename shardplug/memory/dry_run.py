@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,21 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
-from shardplug.core._torch import (
-    TorchDispatchMode,
-    is_copy,
-    is_read_of_value,
-    tree_leaves,
-    written_tensors,
-)
 from shardplug.core.precision import PLAIN_FORWARD
+from shardplug.memory.dry_modes import Guard, Reads
 from shardplug.memory.layout import Placed
-from shardplug.memory.recorder import flops_of
 from shardplug.memory.repeat import trace_model
 from shardplug.memory.trace import Trace, TraceSettings
 
@@ -43,14 +31,9 @@ _MACHINERY = ("torch.distributed.", "shardplug.")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MOST_ITEMS = 100_000
 _DEEPEST = 4
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
 """Computes the loss of (model, batch)."""
-
-
-class _Refused(Exception):
-    """The step does what a trace beside a run must not do."""
 
 
 class DryRun:
@@ -89,9 +72,9 @@ def dry_run(
     Raises:
         Exception: Whatever the user's code raises on tensors without values.
     """
-    guard = _Guard(time.monotonic() + most_seconds)
+    guard = Guard(time.monotonic() + most_seconds)
 
-    reads = _Reads()
+    reads = Reads()
 
     def watched(module: nn.Module, inputs: Any) -> torch.Tensor:
         guard.in_backward, guard.recomputed_flops = False, 0
@@ -235,82 +218,3 @@ def _same_random_numbers() -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(array)
-
-
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands out values that nobody has, where no module is at work.
-
-    Steps log what they have computed: `loss.item()`, `loss.detach().cpu()`. Inside of a module a
-    value decides what is computed next, and the trace has to end.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.made_up = 0
-        self._depth = 0
-
-    @contextmanager
-    def following(self, inside: int) -> Iterator[None]:
-        """Know whether a module is at work, beyond those that the step itself is in."""
-        self._depth = -inside
-        enter = register_module_forward_pre_hook(lambda *_: self._count(1))
-        leave = register_module_forward_hook(lambda *_: self._count(-1), always_call=True)
-        try:
-            yield
-        finally:
-            enter.remove()
-            leave.remove()
-
-    def _count(self, by: int) -> None:
-        self._depth += by
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._depth <= 0 and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
-            if is_read_of_value(func):
-                self.made_up += 1
-                return torch.ones((), dtype=args[0].dtype).item()
-            if is_copy(func):
-                kwargs = {**kwargs, "device": args[0].device}
-        return func(*args, **kwargs)
-
-
-class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that would be seen outside of the trace, and counts recomputation."""
-
-    def __init__(self, deadline: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.in_backward = False
-        self.recomputed_flops = 0
-        self._deadline = deadline
-        self._made: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace in _COLLECTIVES:
-            raise _Refused(f"the step talks to other ranks ({func})")
-        if time.monotonic() > self._deadline:
-            raise _Refused("tracing the step takes too long")
-        if not all(self._is_own(tensor) for tensor in written_tensors(func, args, kwargs)):
-            raise _Refused(f"the step writes to a tensor that is no parameter ({func})")
-        output = func(*args, **kwargs)
-        for value in tree_leaves(output):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                storage = value.untyped_storage()
-                self._made[id(storage)] = weakref.ref(storage)
-        # A backward runs without recording, but for a forward that it computes again.
-        if self.in_backward and torch.is_grad_enabled():
-            self.recomputed_flops += flops_of(func, args, kwargs, output)
-        return output
-
-    def _is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has no memory, or memory that the trace has made."""
-        if tensor.is_meta:
-            return True
-        storage = tensor.untyped_storage()
-        known = self._made.get(id(storage))
-        return known is not None and known() is storage

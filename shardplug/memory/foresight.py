@@ -46,6 +46,7 @@ class Foresight:
         self._plans = plans
         self._on_plan = on_plan
         self.plan: RunPlan | None = None
+        self._shared: RunPlan | None = None
         self._planner: RunPlanner | None = None
         self._hooked: set[int] = set()
         self._handles: list[Any] = []
@@ -142,12 +143,17 @@ class Foresight:
             self._planner = None  # the first step has shown it; the batch is let go of
         self._micro_batches = 0
 
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has a plan that the others may not have."""
+        return self.plan is not None and self.plan is not self._shared
+
     def share(self) -> None:
-        """Give every rank the plan that rank 0 made. Collective."""
-        if self._plans and self._engine.world_size > 1:
-            box = [self.plan]
+        """Give every rank the plan of rank 0. Collective."""
+        box = [self.plan]
+        if self._engine.world_size > 1:
             dist.broadcast_object_list(box, src=0, device=self._engine.device)
-            self.plan = box[0]
+        self.plan = self._shared = box[0]
 
     def cost(self) -> StepCost:
         """Return what the steps since the last call took, a step of them."""

@@ -33,6 +33,7 @@ _FIELDS = (
     "peak_bytes",
     "held_bytes",
 )
+_COSTS = 3  # nanoseconds, tokens, samples
 _MEASURED = [*range(len(KINDS)), _FIELDS.index("tiers_measured_bytes")]  # what makes the total
 
 
@@ -241,18 +242,21 @@ class MemoryTracker:
         # -1 marks a phase that did not occur, for example a step without a forward.
         flat = [n for phase in PHASES for n in self._window.get(phase, (-1,) * width)]
         flat += [cost.nanoseconds, cost.work.tokens, cost.work.samples]
+        flat.append(int(self._foresight.has_news))
         mine = torch.tensor(flat, dtype=torch.int64, device=engine.device)
         every = [torch.empty_like(mine) for _ in range(engine.world_size)]
         dist.all_gather(every, mine)
-        if self._seen_steps == 1:
-            self._foresight.share()
         self._window = {}
         gathered = torch.stack(every).cpu()
-        table = gathered[:, :-3].view(engine.world_size, len(PHASES), width)
+        if gathered[0, -1]:  # rank 0 decides: sinks and options may differ between the ranks
+            self._foresight.share()
+        table = gathered[:, : -1 - _COSTS].view(engine.world_size, len(PHASES), width)
         self.total_bytes = int(table[..., _MEASURED].sum(-1).max())
         self.peak_bytes = int(table[..., -2].max())
         if engine.rank == 0:
-            costs = costs_of(gathered[:, -3:].tolist(), self._model_work(), self._peak_flops)
+            costs = costs_of(
+                gathered[:, -1 - _COSTS : -1].tolist(), self._model_work(), self._peak_flops
+            )
             self.last_rows = tuple(
                 MemoryRow(
                     step=self.step,

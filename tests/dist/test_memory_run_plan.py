@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.memory import BOOK_KINDS, PHASES, JsonlSink, MemoryTracker, PngSink, RunPlan
+from shardplug.memory import BOOK_KINDS, PHASES, JsonlSink, MemoryTracker, PlanSink, PngSink, RunPlan
 from shardplug.memory.run_plan import predicted_books
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
@@ -311,6 +311,32 @@ def test_a_step_that_sends_messages_is_not_traced_and_does_not_hang(
     (message,) = said
     assert "could not be traced" in message
     assert not json.loads((tmp_path / "plan.json").read_text())["traced"]
+
+
+def _uneven_options(folder: Path) -> tuple[int, bool]:
+    """Only rank 0 has a plan from before the run, and a sink."""
+    engine = ZeroEngine(ZeroConfig(stage=3))
+    model = engine.shard(TinyLM())
+    optimizer = engine.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    first = MemoryTracker(engine)
+    for step in range(4):
+        if step == 2:  # the first tracker's plan goes on in a second one
+            given = first.plan
+            first.close()
+            assert given is not None
+            sinks = [PlanSink(given, folder, compare_peak=False, picture=False)]
+            second = MemoryTracker(engine, sinks if engine.rank == 0 else [])
+        batch = tokens(step, 0, engine.rank)
+        lm_loss(model(batch), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    second.close()
+    return second.step, second.plan == given
+
+
+def test_options_that_differ_between_ranks_do_not_hang(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_uneven_options, 2, tmp_path) == [(2, True)] * 2
+    assert (tmp_path / "plan.json").exists()
 
 
 def test_pictures_show_both(pool: RankPool, tmp_path: Path) -> None:
