@@ -124,6 +124,11 @@ class ZeroEngine:
         return [sharded.model for sharded in self._sharded]
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The prepared optimizers that are alive, in no fixed order."""
+        return list(self._optimizers)
+
+    @property
     def shard_size(self) -> int:
         """Number of ranks that one copy of the parameters is spread over."""
         return self.device_mesh.size(self.device_mesh.ndim - 1)
@@ -602,10 +607,9 @@ class ZeroEngine:
             "optimizer_state": [],
         }
         for sharded in self._sharded:
-            kinds["master_shards"] += _torch.master_tensors(sharded.model)
+            for kind, tensors in _torch.book_tensors(sharded.model).items():
+                kinds[kind] += tensors
             kinds["master_shards"] += [p.data for p in sharded.replicated]
-            kinds["gathered"] += _torch.gathered_tensors(sharded.model)
-            kinds["gradients"] += _torch.gradient_tensors(sharded.model)
             kinds["gradients"] += [p.grad for p in sharded.replicated if p.grad is not None]
         elsewhere = {"optimizer_state_cpu": 0, "optimizer_state_nvme": 0, "staging": 0}
         for optimizer in self._optimizers:

@@ -9,11 +9,9 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 
-from shardplug.core.precision import GradScaler
+from shardplug.core.precision import PLAIN_FORWARD, GradScaler
 
 __all__ = ["add_autocast", "grad_scaler", "remove_autocast"]
-
-_ORIGINAL = "_shardplug_forward"
 
 
 def add_autocast(model: nn.Module, context: Any) -> None:
@@ -25,20 +23,20 @@ def add_autocast(model: nn.Module, context: Any) -> None:
         model: The sharded model; nothing happens to one that is wrapped already.
         context: An autocast context that can also decorate.
     """
-    if _ORIGINAL in model.__dict__:
+    if PLAIN_FORWARD in model.__dict__:
         return
     forward = model.forward
     wrapped = convert_outputs_to_fp32(context(forward))
-    model.__dict__[_ORIGINAL] = model.__dict__.get("forward")
+    model.__dict__[PLAIN_FORWARD] = model.__dict__.get("forward")
     # wraps: libraries read the signature of forward to see which columns a model takes.
     model.forward = functools.wraps(forward)(wrapped)
 
 
 def remove_autocast(model: nn.Module) -> None:
     """Take the wrapper of `add_autocast` off again."""
-    if _ORIGINAL not in model.__dict__:
+    if PLAIN_FORWARD not in model.__dict__:
         return
-    original = model.__dict__.pop(_ORIGINAL)
+    original = model.__dict__.pop(PLAIN_FORWARD)
     if original is None:
         del model.__dict__["forward"]
     else:

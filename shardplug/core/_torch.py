@@ -34,14 +34,14 @@ __all__ = [
     "after_root_backward",
     "announce_collectives",
     "attention_by_kernel",
+    "book_tensors",
     "clamp_all",
     "drop_unreduced_gradients",
     "fused_attention_on_cpu",
-    "gathered_tensors",
     "gathered_units",
-    "gradient_tensors",
     "guard_partial_reads",
     "has_unreduced_gradients",
+    "is_copy",
     "is_read_of_value",
     "keep_shard_elsewhere",
     "laid_out_like",
@@ -49,7 +49,6 @@ __all__ = [
     "leave_unused_inputs_alone",
     "local_tensor",
     "managed_parameters",
-    "master_tensors",
     "may_reduce_late",
     "multiply_all",
     "orthogonalise_whole_matrices",
@@ -70,6 +69,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "unit_groups",
+    "written_tensors",
 ]
 
 
@@ -165,32 +165,32 @@ def settle_root(root: nn.Module) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
-def master_tensors(root: nn.Module) -> list[torch.Tensor]:
-    """Return the flat, padded shards that parameters are kept in at rest."""
-    return [p._sharded_param_data for group in _param_groups(root) for p in group.fsdp_params]
+def book_tensors(root: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return what the parameters of a model hold, by kind, in one walk over its units.
 
-
-def gathered_tensors(root: nn.Module) -> list[torch.Tensor]:
-    """Return the gathered copies; those not gathered at the moment have empty storages."""
-    found: list[torch.Tensor] = []
+    Returns:
+        "master_shards": the flat, padded shards that parameters are kept in at rest. "gathered":
+        the gathered copies; those not gathered at the moment have empty storages. "gradients":
+        sharded ones, and full ones that have not been reduced yet.
+    """
+    masters: list[torch.Tensor] = []
+    gathered: list[torch.Tensor] = []
+    gradients: list[torch.Tensor | None] = []
     for group in _param_groups(root):
         if group._all_gather_result is not None:
-            found.append(group._all_gather_result.all_gather_output)
+            gathered.append(group._all_gather_result.all_gather_output)
+        gradients.append(group._partial_reduce_output)
         for param in group.fsdp_params:
-            found += param.all_gather_outputs
-            found += getattr(param, "_unsharded_inner_tensors", [])
-    return found
-
-
-def gradient_tensors(root: nn.Module) -> list[torch.Tensor]:
-    """Return sharded gradients and full gradients that have not been reduced yet."""
-    found: list[torch.Tensor | None] = []
-    for group in _param_groups(root):
-        found.append(group._partial_reduce_output)
-        for param in group.fsdp_params:
-            found.append(param.sharded_param.grad)
-            found += _unreduced(param)
-    return [local_tensor(grad) for grad in found if grad is not None]
+            masters.append(param._sharded_param_data)
+            gathered += param.all_gather_outputs
+            gathered += getattr(param, "_unsharded_inner_tensors", [])
+            gradients.append(param.sharded_param.grad)
+            gradients += _unreduced(param)
+    return {
+        "master_shards": masters,
+        "gathered": gathered,
+        "gradients": [local_tensor(grad) for grad in gradients if grad is not None],
+    }
 
 
 def _unreduced(param: Any) -> list[torch.Tensor]:
@@ -649,6 +649,11 @@ def is_read_of_value(func: Any) -> bool:
     return func is torch.ops.aten._local_scalar_dense.default
 
 
+def is_copy(func: Any) -> bool:
+    """Whether a dispatched operation copies a tensor to another device or dtype."""
+    return func is torch.ops.aten._to_copy.default
+
+
 def gathered_units(root: nn.Module) -> list[str]:
     """Return the names of the units whose parameters are whole at the moment."""
     return [name for name, group in unit_groups(root) if group.is_unsharded]
@@ -704,3 +709,13 @@ def after_gradient(parameter: nn.Parameter, action: Callable[[torch.Tensor], Non
     parameter.requires_grad_(True)  # torch takes no hook of a frozen one
     parameter.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(trained)
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a dispatched operation writes to."""
+    written: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return written

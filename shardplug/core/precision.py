@@ -10,7 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardplug.config import ZeroConfig
 from shardplug.core._torch import GradScaler
 
-__all__ = ["GradScaler", "Precision"]
+__all__ = ["PLAIN_FORWARD", "GradScaler", "Precision"]
+
+PLAIN_FORWARD = "_shardplug_forward"
+"""Attribute of a model whose forward was wrapped in autocast: what `vars` held before, or None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import importlib
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardplug.errors import ConfigError
+from shardplug.lightning.first_step import first_step
 from shardplug.memory.curve import Walk
 from shardplug.memory.picture import PngSink
-from shardplug.memory.plan_sink import PlanSink
 from shardplug.memory.sinks import JsonlSink, Sink
 from shardplug.memory.tracker import MemoryTracker
 from shardplug.memory.wandb_sink import WandbSink
@@ -25,7 +25,8 @@ class _MemoryCurve:
     """Records the memory of every rank, by kind, over the phases of each optimizer step.
 
     Writes `memory.jsonl` and, at the end of the fit, the picture `memory.png`; where the Trainer
-    has a `WandbLogger`, the rows go into its run too. Needs the strategy zero1, zero2 or zero3.
+    has a `WandbLogger`, the rows go into its run too. Before the first step it plans the run, and
+    draws predicted beside measured. Needs the strategy zero1, zero2 or zero3.
     A resumed fit continues the file; any other replaces it.
     """
 
@@ -37,7 +38,9 @@ class _MemoryCurve:
         every_n_steps: int = 1,
         picture: bool = True,
         log: bool = True,
-        plan: Walk | None = None,
+        plan: Walk | Literal["auto"] | None = "auto",
+        alert_share: float = 0.1,
+        peak_tflops: float | None = None,
     ) -> None:
         """Prepare the callback.
 
@@ -47,8 +50,12 @@ class _MemoryCurve:
             picture: Whether to draw the picture, which needs matplotlib.
             log: Whether to show memory_gib and peak_gib, the highest of all ranks in the last
                 logged step, in the progress bar.
-            plan: What was planned for this run, `shardplug.memory.plan(...).best.walk`: measured
-                is then held against it (`shardplug.memory.PlanSink`).
+            plan: "auto" plans the run at its first batch: `plan.json` and `plan.png`, and predicted
+                beside measured in everything else. `shardplug.memory.plan(...).best.walk` is what
+                was planned before; None goes without.
+            alert_share: Warn when measured exceeds predicted by this share.
+            peak_tflops: What a device could do, in 10^12 operations per second, for MFU; known for
+                the devices in `shardplug.memory.PEAK_TFLOPS`.
 
         Raises:
             ConfigError: If `every_n_steps` is below 1.
@@ -60,6 +67,8 @@ class _MemoryCurve:
         self.picture = picture
         self.log_memory = log
         self.plan = plan
+        self.alert_share = alert_share
+        self.peak_tflops = peak_tflops
         self.jsonl_path: Path | None = None
         """File of the rows, known once a fit has started."""
         self.png_path: Path | None = None
@@ -98,9 +107,6 @@ class _MemoryCurve:
                 f"{engine.device.type}"
             )
             sinks.append(PngSink(self.png_path, title=title))
-        if self.plan is not None:
-            exact = engine.device.type != "cpu"
-            sinks.append(PlanSink(self.plan, folder, compare_peak=exact, picture=self.picture))
         if trainer.is_global_zero:
             logger_class = importlib.import_module(f"{self._namespace}.loggers").WandbLogger
             # Lightning's logger passes no step to W&B, so a row of our own costs it none.
@@ -109,13 +115,34 @@ class _MemoryCurve:
                 for logger in trainer.loggers
                 if isinstance(logger, logger_class)
             ]
-        self._tracker = MemoryTracker(engine, sinks, self.every_n_steps)
+        self._tracker = MemoryTracker(
+            engine,
+            sinks,
+            self.every_n_steps,
+            plan=self.plan,
+            folder=folder,
+            alert_share=self.alert_share,
+            peak_tflops=self.peak_tflops,
+        )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take over the number of steps done; a checkpoint is loaded by now."""
         if self._tracker is not None and self._jsonl is not None:
             self._tracker.step = trainer.global_step
             self._jsonl.append = trainer.global_step > 0
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Plan the run by its first batch, before that runs; and count what is trained on."""
+        if self._tracker is not None:
+            self._tracker.begin(lambda: first_step(trainer, pl_module, batch, batch_idx))
+            self._tracker.count(batch)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the time of an evaluation out of tokens per second."""
+        if self._tracker is not None:
+            self._tracker.interrupt()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -10,6 +10,7 @@ from shardplug.memory.account import (
     paper_bytes,
 )
 from shardplug.memory.choices import Choice, Room
+from shardplug.memory.comparison_picture import draw_comparison
 from shardplug.memory.costs import Machine, StepTime
 from shardplug.memory.counted import CountedAllocations
 from shardplug.memory.curve import PLAN_KINDS, Moved, Point, Walk
@@ -18,24 +19,30 @@ from shardplug.memory.optimizers import OPTIMIZERS, OptimizerKind
 from shardplug.memory.picture import PngSink, draw_png
 from shardplug.memory.plan import Plan, plan
 from shardplug.memory.plan_picture import draw_plan
-from shardplug.memory.plan_sink import PlanSink, draw_comparison
+from shardplug.memory.plan_sink import PlanSink
 from shardplug.memory.report import accelerate_yaml, as_dict, as_text, lightning_line
 from shardplug.memory.request import Request
 from shardplug.memory.row import BOOK_KINDS, KINDS, PHASES, TIER_KINDS, MemoryRow
+from shardplug.memory.run_plan import FirstStep, RunPlan
 from shardplug.memory.sinks import JsonlSink, Sink, read_jsonl
+from shardplug.memory.throughput import PEAK_TFLOPS
 from shardplug.memory.tracker import MemoryTracker
 from shardplug.memory.wandb_sink import WandbSink
+from shardplug.memory.watch import Finding
 
 __all__ = [
     "BOOK_KINDS",
     "KINDS",
     "OPTIMIZERS",
+    "PEAK_TFLOPS",
     "PHASES",
     "PLAN_KINDS",
     "TIER_KINDS",
     "Choice",
     "CountedAllocations",
     "ElementBytes",
+    "Finding",
+    "FirstStep",
     "JsonlSink",
     "Machine",
     "MemoryRow",
@@ -50,6 +57,7 @@ __all__ = [
     "Point",
     "Request",
     "Room",
+    "RunPlan",
     "Sink",
     "StateBytes",
     "StepTime",

@@ -52,7 +52,8 @@ def estimated_trace(layout: Layout, model: nn.Module, batch: Any, settings: Trac
         if recomputes:
             events.append(Event(Mark.ALLOCATE, fresh, layer))
             fresh += 1
-        for parameter in layout.units[unit].parameters:
+        outside = () if unit else layout.replicated
+        for parameter in (*layout.units[unit].parameters, *outside):
             plan = layout.parameters[parameter]
             if plan.trainable:
                 events.append(Event(Mark.ALLOCATE, fresh, plan.numel * plan.compute.itemsize))

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardplug.errors import ConfigError
+from shardplug.memory.curve import Walk
 from shardplug.memory.row import BOOK_KINDS, PHASES, TIER_KINDS, MemoryRow
+from shardplug.memory.run_plan import RunPlan, predicted_phases
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +23,7 @@ __all__ = ["PngSink", "draw_png"]
 
 # From what rests at the bottom to what comes and goes at the top. The colors are Okabe and Ito's
 # palette, told apart with colour blindness too.
-_COLORS = {
+COLORS = {
     "master_shards": "#0072B2",
     "master_shards_cpu": "#6699CC",
     "master_shards_nvme": "#332288",
@@ -37,7 +39,7 @@ _COLORS = {
     "snapshot": "#CC79A7",
     "other": "#BBBBBB",
 }
-_LABELS = {
+LABELS = {
     "master_shards": "master shards",
     "gathered": "gathered parameters",
     "gradients": "gradients",
@@ -87,6 +89,11 @@ class PngSink:
         self._open: list[MemoryRow] = []  # steps that are not yet merged into a full group
         self._group = 1
         self._in_open = 0
+        self._plan: RunPlan | None = None
+
+    def expect(self, plan: RunPlan) -> None:
+        """Draw what was predicted too."""
+        self._plan = plan
 
     def write(self, rows: Sequence[MemoryRow]) -> None:
         """Keep the rows of one step."""
@@ -105,10 +112,16 @@ class PngSink:
         """Draw, if there was any row."""
         rows = [row for step in (*self._steps, self._open) for row in step]
         if rows:
-            draw_png(rows, self.path, title=self.title)
+            draw_png(rows, self.path, title=self.title, plan=self._plan)
 
 
-def draw_png(rows: Sequence[MemoryRow], path: str | os.PathLike[str], *, title: str = "") -> None:
+def draw_png(
+    rows: Sequence[MemoryRow],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    plan: RunPlan | None = None,
+) -> None:
     """Draw rows, for example from `shardplug.memory.read_jsonl`, into a PNG.
 
     Shown is the rank with the highest peak. On the left are its model states, each phase where
@@ -120,6 +133,7 @@ def draw_png(rows: Sequence[MemoryRow], path: str | os.PathLike[str], *, title: 
         rows: Rows of any number of steps and ranks.
         path: File to write; folders are made.
         title: What ran.
+        plan: What was predicted, drawn as dashed lines.
 
     Raises:
         ConfigError: If there is no row.
@@ -140,11 +154,14 @@ def draw_png(rows: Sequence[MemoryRow], path: str | os.PathLike[str], *, title: 
     figure = Figure(figsize=(12, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 2.2))
-    kinds = [kind for kind in _COLORS if any(_stacked(row, kind) for row in shown)]
+    kinds = [kind for kind in COLORS if any(_stacked(row, kind) for row in shown)]
     _draw_phases(left, shown)
     _draw_steps(right, shown, kinds, scale)
     _draw_elsewhere(right, shown, kinds, scale)
     _draw_peaks(right, rows, worst, scale)
+    if plan is not None:
+        _draw_predicted(left, right, shown, plan.walk_of(worst), scale)
+        top = max(top, plan.walk_of(worst).peak.total)
     right.set_ylabel(f"memory of one rank, {unit}")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     elsewhere = max(max(row.by_tier.values()) for row in shown)
@@ -177,7 +194,7 @@ def _draw_phases(axes: Axes, shown: list[MemoryRow]) -> None:
     phases = [phase for phase in PHASES if phase in bars]
     unit, scale = _unit(max(_state_bytes(row) for row in bars.values()))
     low = [0.0] * len(phases)
-    for kind in _COLORS:
+    for kind in COLORS:
         if kind in (*BOOK_KINDS, *_STATE_TIERS):
             heights = [{**bars[p].by_kind, **bars[p].by_tier}[kind] / scale for p in phases]
             hatch = "//" if kind in _STATE_TIERS else None  # not on the device
@@ -185,7 +202,7 @@ def _draw_phases(axes: Axes, shown: list[MemoryRow]) -> None:
                 range(len(phases)),
                 heights,
                 bottom=low,
-                color=_COLORS[kind],
+                color=COLORS[kind],
                 width=0.7,
                 hatch=hatch,
                 edgecolor="white" if hatch else None,
@@ -219,6 +236,25 @@ def _stacked(row: MemoryRow, kind: str) -> int:
     return row.by_tier[kind] if measured else 0
 
 
+def _draw_predicted(
+    left: Axes, right: Axes, shown: list[MemoryRow], plan: Walk, scale: int
+) -> None:
+    """Dashed lines: the model states of each phase, the total through the steps, the peak."""
+    planned = predicted_phases(plan)
+    style = {"color": "black", "linestyle": "--", "linewidth": 1.2}
+    present = [phase for phase in PHASES if any(row.phase == phase for row in shown)]
+    _, states_scale = _unit(max(_state_bytes(row) for row in shown))
+    for place, phase in enumerate(present):
+        states = sum(planned[phase][kind] for kind in BOOK_KINDS)
+        states += planned[phase]["optimizer_state_cpu"]
+        left.hlines(states / states_scale, place - 0.45, place + 0.45, color="black", ls="--")
+    edges, rows = _phase_edges(shown)
+    totals = [sum(planned[row.phase].values()) / scale for row in rows]
+    right.step(edges, totals, where="post", label="total, predicted", **style)  # type: ignore[arg-type]
+    peak = plan.peak.total / scale
+    right.axhline(peak, color="#D55E00", linestyle="--", linewidth=1.2, label="peak, predicted")
+
+
 def _draw_elsewhere(axes: Axes, shown: list[MemoryRow], kinds: list[str], scale: int) -> None:
     """A line for each kind of state that is not in the memory of the areas."""
     for kind in _STATE_TIERS:
@@ -229,10 +265,10 @@ def _draw_elsewhere(axes: Axes, shown: list[MemoryRow], kinds: list[str], scale:
                 _bounds(steps),
                 [by_step[steps[0]], *(by_step[step] for step in steps)],
                 where="pre",
-                color=_COLORS[kind],
+                color=COLORS[kind],
                 linestyle="--",
                 linewidth=1.6,
-                label=f"{_LABELS[kind]} (elsewhere)",
+                label=f"{LABELS[kind]} (elsewhere)",
             )
 
 
@@ -243,6 +279,27 @@ def _unit(num_bytes: int) -> tuple[str, int]:
 
 def _draw_steps(axes: Axes, shown: list[MemoryRow], kinds: list[str], scale: int) -> None:
     """Areas over the steps: each takes the width since the one before, a third per phase."""
+    if len({row.step for row in shown}) > _MAX_PHASED_STEPS:
+        axes.set_title("everything, each step at its highest phase, and peaks", fontsize="medium")
+        axes.set_xlabel("optimizer step")
+    else:
+        axes.set_title("everything in all steps, and the peak of each rank", fontsize="medium")
+        axes.set_xlabel("optimizer step; each spans forward, backward and step")
+    edges, rows = _phase_edges(shown)
+    low = [0.0] * len(rows)
+    for kind in kinds:
+        high = [below + _stacked(row, kind) / scale for below, row in zip(low, rows, strict=True)]
+        axes.fill_between(
+            edges, low, high, step="post", color=COLORS[kind], label=LABELS[kind], linewidth=0
+        )
+        low = high
+    axes.step(edges, low, where="post", color="black", linewidth=0.6, label="total")
+    axes.set_xlim(edges[0], edges[-1])
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _phase_edges(shown: list[MemoryRow]) -> tuple[list[float], list[MemoryRow]]:
+    """Where each phase begins on the axis, and its row; of many steps only the highest phase."""
     by_step: dict[int, list[MemoryRow]] = defaultdict(list)
     for row in sorted(shown, key=lambda row: (row.step, PHASES.index(row.phase))):
         by_step[row.step].append(row)
@@ -250,11 +307,6 @@ def _draw_steps(axes: Axes, shown: list[MemoryRow], kinds: list[str], scale: int
         by_step = {
             step: [max(rows, key=lambda row: row.total_bytes)] for step, rows in by_step.items()
         }
-        axes.set_title("everything, each step at its highest phase, and peaks", fontsize="medium")
-        axes.set_xlabel("optimizer step")
-    else:
-        axes.set_title("everything in all steps, and the peak of each rank", fontsize="medium")
-        axes.set_xlabel("optimizer step; each spans forward, backward and step")
     bounds = _bounds(by_step)
     edges: list[float] = []
     rows: list[MemoryRow] = []
@@ -264,16 +316,7 @@ def _draw_steps(axes: Axes, shown: list[MemoryRow], kinds: list[str], scale: int
         rows += phases
     edges.append(bounds[-1])
     rows.append(rows[-1])  # closes the last area: with step="post" it has no width
-    low = [0.0] * len(rows)
-    for kind in kinds:
-        high = [below + _stacked(row, kind) / scale for below, row in zip(low, rows, strict=True)]
-        axes.fill_between(
-            edges, low, high, step="post", color=_COLORS[kind], label=_LABELS[kind], linewidth=0
-        )
-        low = high
-    axes.step(edges, low, where="post", color="black", linewidth=0.6, label="total")
-    axes.set_xlim(bounds[0], bounds[-1])
-    axes.spines[["top", "right"]].set_visible(False)
+    return edges, rows
 
 
 def _draw_peaks(axes: Axes, rows: Sequence[MemoryRow], worst: int, scale: int) -> None:

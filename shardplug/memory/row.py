@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BOOK_KINDS", "KINDS", "PHASES", "TIER_KINDS", "MemoryRow"]
+__all__ = ["BOOK_KINDS", "COSTS", "KINDS", "PHASES", "TIER_KINDS", "MemoryRow"]
 
 BOOK_KINDS = ("master_shards", "gathered", "gradients", "optimizer_state")
 """Kinds of model state that the engine keeps books of."""
@@ -26,6 +26,9 @@ TIER_KINDS = (
 
 PHASES = ("after_forward", "after_backward", "after_step")
 """Moments of an optimizer step at which memory is read, in order."""
+
+COSTS = ("step_seconds", "tokens_per_second", "samples_per_second", "flops_per_second", "mfu")
+"""What a step costs, in the row of its last phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +95,27 @@ class MemoryRow:
 
     tiers_measured_bytes: int = 0
     """Of `by_tier`, what is in the memory that is measured here: on CPU ranks all but files."""
+
+    step_seconds: float = 0.0
+    """Wall time of an optimizer step, the mean since the last logged one; 0 where it is not known,
+    and in the rows of phases before the last."""
+
+    tokens_per_second: float = 0.0
+    """Tokens that all ranks together train on; 0 where batches have none."""
+
+    samples_per_second: float = 0.0
+    """Rows of batches, of all ranks together."""
+
+    flops_per_second: float = 0.0
+    """Operations of the model per device, recomputation left out; 0 where there is no plan."""
+
+    mfu: float = 0.0
+    """`flops_per_second` by what the device could do; 0 where its speed is not known."""
+
+    @property
+    def by_cost(self) -> dict[str, float]:
+        """What the step cost, as far as it is known."""
+        return {name: value for name in COSTS if (value := float(getattr(self, name)))}
 
     @property
     def by_tier(self) -> dict[str, int]:

@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from shardplug.errors import ConfigError
-from shardplug.memory.row import KINDS, TIER_KINDS, MemoryRow
+from shardplug.memory.row import COSTS, KINDS, TIER_KINDS, MemoryRow
+from shardplug.memory.run_plan import RunPlan, predicted_phases
 
 __all__ = ["JsonlSink", "Sink", "read_jsonl"]
 
@@ -21,7 +22,8 @@ class Sink(Protocol):
     """Receives the rows of a memory curve, on rank 0 only.
 
     A sink is built on every rank, so it must not open files or connections before its first
-    `write`.
+    `write`. It may have two more methods: `expect(plan)` is called with a `RunPlan` before the
+    rows that it is about, and again when more is known; `alert(finding)` with what is to be said.
     """
 
     def write(self, rows: Sequence[MemoryRow]) -> None:
@@ -36,7 +38,9 @@ class JsonlSink:
 
     An object has the keys step, phase, rank, one `<kind>_bytes` per kind of memory, total_bytes,
     peak_bytes and held_bytes; where state lives outside the
-    device also those of the tiers.
+    device also those of the tiers. With a plan there are the same keys with `predicted_` in front,
+    of this rank and phase; and the last phase of a step has what the step cost, as far as it is
+    known: step_seconds, tokens_per_second, samples_per_second, flops_per_second, mfu.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
@@ -50,13 +54,35 @@ class JsonlSink:
         self.append = append
         """Whether the first write continues an existing file."""
         self._file: IO[str] | None = None
+        self._plan: RunPlan | None = None
+        self._predicted: dict[tuple[int, str], dict[str, int]] = {}
+
+    def expect(self, plan: RunPlan) -> None:
+        """Write what was predicted beside what is measured, from the next row on."""
+        self._plan, self._predicted = plan, {}
 
     def write(self, rows: Sequence[MemoryRow]) -> None:
         """Append the rows of one step."""
         if self._file is None:
             self._file = self._open()
-        self._file.writelines(json.dumps(_as_json(row)) + "\n" for row in rows)
+        self._file.writelines(
+            json.dumps({**_as_json(row), **self._of_plan(row)}) + "\n" for row in rows
+        )
         self._file.flush()
+
+    def _of_plan(self, row: MemoryRow) -> dict[str, int]:
+        if self._plan is None:
+            return {}
+        key = (row.rank, row.phase)
+        if key not in self._predicted:
+            walk = self._plan.walk_of(row.rank)
+            held = predicted_phases(walk)[row.phase]
+            self._predicted[key] = {
+                **{f"predicted_{kind}_bytes": size for kind, size in held.items()},
+                "predicted_total_bytes": sum(held.values()),
+                "predicted_peak_bytes": walk.peak.total,
+            }
+        return self._predicted[key]
 
     def close(self) -> None:
         """Close the file."""
@@ -105,7 +131,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[MemoryRow]:
     return sorted(rows.values(), key=lambda row: row.step)
 
 
-def _as_json(row: MemoryRow) -> dict[str, int | str]:
+def _as_json(row: MemoryRow) -> dict[str, int | float | str]:
     numbers = {name: getattr(row, name) for name in _NUMBERS}
     numbers |= {name: getattr(row, name) for name in _TIER_NUMBERS if any(row.by_tier.values())}
     return {
@@ -114,13 +140,19 @@ def _as_json(row: MemoryRow) -> dict[str, int | str]:
         "rank": row.rank,
         **numbers,
         "total_bytes": row.total_bytes,
+        **row.by_cost,
     }
 
 
-def _from_json(value: dict[str, int | str]) -> MemoryRow:
+def _from_json(value: dict[str, int | float | str]) -> MemoryRow:
     value = {"snapshot_bytes": 0, **value}  # files of earlier versions do not have it
     numbers = {name: int(value[name]) for name in _NUMBERS}
     numbers |= {name: int(value.get(name, 0)) for name in _TIER_NUMBERS}
+    costs: dict[str, Any] = {name: float(value.get(name, 0.0)) for name in COSTS}
     return MemoryRow(
-        step=int(value["step"]), phase=str(value["phase"]), rank=int(value["rank"]), **numbers
+        step=int(value["step"]),
+        phase=str(value["phase"]),
+        rank=int(value["rank"]),
+        **numbers,
+        **costs,
     )

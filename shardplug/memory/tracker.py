@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from shardplug.errors import ConfigError
+from shardplug.memory.curve import Walk
+from shardplug.memory.foresight import Foresight
 from shardplug.memory.meter import make_meter
+from shardplug.memory.picture import PngSink
+from shardplug.memory.plan_sink import PlanSink
 from shardplug.memory.row import BOOK_KINDS, KINDS, PHASES, TIER_KINDS, MemoryRow
-from shardplug.memory.sinks import Sink
+from shardplug.memory.run_plan import FirstStep, RunPlan
+from shardplug.memory.running import RunningEngine
+from shardplug.memory.sinks import JsonlSink, Sink
+from shardplug.memory.throughput import Work, costs_of, peak_flops
+from shardplug.memory.watch import Finding, Watch
 
 __all__ = ["MemoryTracker", "TrackedEngine"]
 
@@ -23,6 +33,7 @@ _FIELDS = (
     "peak_bytes",
     "held_bytes",
 )
+_COSTS = 3  # nanoseconds, tokens, samples
 _MEASURED = [*range(len(KINDS)), _FIELDS.index("tiers_measured_bytes")]  # what makes the total
 
 
@@ -77,6 +88,11 @@ class MemoryTracker:
         sinks: Sequence[Sink] = (),
         every_n_steps: int = 1,
         first_step: int = 0,
+        *,
+        plan: Walk | Literal["auto"] | None = "auto",
+        folder: str | os.PathLike[str] | None = None,
+        alert_share: float = 0.1,
+        peak_tflops: float | None = None,
     ) -> None:
         """Start following an engine.
 
@@ -85,10 +101,16 @@ class MemoryTracker:
             sinks: Receivers of the rows; closed by `close`.
             every_n_steps: Log the first step seen, and the steps whose number is a multiple.
             first_step: Optimizer steps done before, when a run is resumed.
+            plan: "auto" plans at the first micro-batch; a curve (`Choice.walk`) was planned
+                before; None goes without.
+            folder: Where `plan.json` and `plan.png` go; by default the first file sink's folder.
+            alert_share: Warn when measured exceeds predicted by this share.
+            peak_tflops: What a device could do, in 10^12 operations per second, for MFU; by default
+                that of the devices in `shardplug.memory.PEAK_TFLOPS`.
 
         Raises:
-            ConfigError: If `every_n_steps` or `first_step` is out of range, or the engine has a
-                kind of memory in its books that is not known here.
+            ConfigError: If an option is out of range, or the engine has a kind of memory in its
+                books that is not known here.
         """
         if every_n_steps < 1:
             raise ConfigError(f"Expected every_n_steps >= 1, got {every_n_steps!r}.")
@@ -114,8 +136,45 @@ class MemoryTracker:
         self._seen_steps = 0
         self._window: dict[str, tuple[int, ...]] = {}
         self._closed = False
+        self._watch = Watch(alert_share, exact=engine.device.type != "cpu")
+        self._folder = _folder_of(self._sinks) if folder is None else Path(folder)
+        self._given_tflops = peak_tflops
+        peak_flops(torch.device("cpu"), torch.float32, peak_tflops)  # refuse it here
+        given = RunPlan(walks=(plan,)) if isinstance(plan, Walk) else None
+        for sink in self._sinks:
+            if isinstance(sink, PlanSink):  # it was made with a plan
+                sink.warns, given = False, sink.plan
+        made_here = plan == "auto" and given is None and hasattr(engine, "models")
+        self._foresight = Foresight(cast(RunningEngine, engine), made_here, self._expect)
         self._meter = make_meter(engine.device, self._held(books))
         engine.add_phase_listener(self._on_phase)
+        self._foresight.follow_models()
+        if given is not None and engine.rank == 0:
+            self._foresight.plan = given
+            self._expect(given)
+
+    @property
+    def plan(self) -> RunPlan | None:
+        """What this run is expected to hold: on rank 0 from the first micro-batch on, on every
+        rank once a step was logged, and None where there is no plan."""
+        return self._foresight.plan
+
+    def begin(self, first: Callable[[], FirstStep]) -> None:
+        """Say what the first micro-batch runs, where the model is not called as a whole.
+
+        Called before each micro-batch; only the first counts. A tracker that is not told looks at
+        the calls of the model. Failures to plan are said, not raised.
+        """
+        self._foresight.stop_listening()
+        self._foresight.begin(first)
+
+    def count(self, batch: Any) -> None:
+        """Count a micro-batch's tokens and samples, after `begin`."""
+        self._foresight.count(batch)
+
+    def interrupt(self) -> None:
+        """Leave tokens per second out of the next row: something else than steps runs."""
+        self._foresight.interrupt()
 
     def close(self) -> None:
         """Stop following the engine and close the sinks. Not collective; may be called twice."""
@@ -123,6 +182,7 @@ class MemoryTracker:
             return
         self._closed = True
         self._engine.remove_phase_listener(self._on_phase)
+        self._foresight.stop_listening()
         if self._engine.rank == 0:
             for sink in list(self._sinks):
                 self._guarded(sink, sink.close)
@@ -132,10 +192,14 @@ class MemoryTracker:
         # A forward without gradients is evaluation between steps, not part of one.
         if phase not in PHASES or (phase == "after_forward" and not torch.is_grad_enabled()):
             return
+        self._foresight.follow_models()  # a model may be sharded after the tracker was made
         logged = self._seen_steps == 0 or (self.step + 1) % self._every_n_steps == 0
         if logged:
             self._record(phase)
+        if phase == "after_backward":
+            self._foresight.after_backward()
         if phase == "after_step":
+            self._foresight.after_step()
             self.step += 1
             self._seen_steps += 1
             if logged:
@@ -174,19 +238,32 @@ class MemoryTracker:
 
     def _finish_step(self) -> None:
         engine, width = self._engine, len(_FIELDS)
+        cost = self._foresight.cost()
         # -1 marks a phase that did not occur, for example a step without a forward.
         flat = [n for phase in PHASES for n in self._window.get(phase, (-1,) * width)]
+        flat += [cost.nanoseconds, cost.work.tokens, cost.work.samples]
+        flat.append(int(self._foresight.has_news))
         mine = torch.tensor(flat, dtype=torch.int64, device=engine.device)
         every = [torch.empty_like(mine) for _ in range(engine.world_size)]
         dist.all_gather(every, mine)
         self._window = {}
-        table = torch.stack(every).cpu().view(engine.world_size, len(PHASES), width)
+        gathered = torch.stack(every).cpu()
+        if gathered[0, -1]:  # rank 0 decides: sinks and options may differ between the ranks
+            self._foresight.share()
+        table = gathered[:, : -1 - _COSTS].view(engine.world_size, len(PHASES), width)
         self.total_bytes = int(table[..., _MEASURED].sum(-1).max())
         self.peak_bytes = int(table[..., -2].max())
         if engine.rank == 0:
+            costs = costs_of(
+                gathered[:, -1 - _COSTS : -1].tolist(), self._model_work(), self._peak_flops
+            )
             self.last_rows = tuple(
                 MemoryRow(
-                    step=self.step, phase=phase, rank=rank, **dict(zip(_FIELDS, n, strict=True))
+                    step=self.step,
+                    phase=phase,
+                    rank=rank,
+                    **dict(zip(_FIELDS, n, strict=True)),
+                    **(costs[rank] if phase == "after_step" else {}),
                 )
                 for rank, phases in enumerate(table.tolist())
                 for phase, n in zip(PHASES, phases, strict=True)
@@ -194,7 +271,40 @@ class MemoryTracker:
             )
             for sink in list(self._sinks):
                 self._guarded(sink, partial(sink.write, self.last_rows))
+            for finding in self._watch.look(self.last_rows):
+                self._alert(finding)
         self._meter.reset()
+
+    def _model_work(self) -> tuple[Work, int]:
+        """Tokens and samples of a micro-batch whose operations are known, and how many they are."""
+        return (Work(), 0) if self.plan is None else (self.plan.work, self.plan.flops)
+
+    @cached_property
+    def _peak_flops(self) -> float | None:
+        config = getattr(self._engine, "config", None)
+        dtype = getattr(config, "param_dtype", None)
+        if dtype is None:
+            masters = (p.dtype for m in getattr(self._engine, "models", ()) for p in m.parameters())
+            dtype = next(masters, torch.float32)
+        return peak_flops(self._engine.device, dtype, self._given_tflops)
+
+    def _expect(self, plan: RunPlan) -> None:
+        """Tell the sinks of the plan; on rank 0."""
+        self._watch.expect(plan)
+        if self._folder is not None and not any(isinstance(s, PlanSink) for s in self._sinks):
+            picture = any(isinstance(sink, PngSink) for sink in self._sinks)
+            self._sinks.append(PlanSink(plan, self._folder, picture=picture, warns=False))
+        for sink in list(self._sinks):
+            expect = getattr(sink, "expect", None)
+            if expect is not None:
+                self._guarded(sink, partial(expect, plan))
+
+    def _alert(self, finding: Finding) -> None:
+        warnings.warn(finding.message, stacklevel=5)
+        for sink in list(self._sinks):
+            alert = getattr(sink, "alert", None)
+            if alert is not None:
+                self._guarded(sink, partial(alert, finding))
 
     def _guarded(self, sink: Sink, call: Callable[[], None]) -> None:
         """Run a sink, and drop it with a warning when it fails.
@@ -212,3 +322,11 @@ class MemoryTracker:
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
+
+
+def _folder_of(sinks: Sequence[Sink]) -> Path | None:
+    """Where the first sink that writes a file does."""
+    for sink in sinks:
+        if isinstance(sink, (JsonlSink, PngSink)):
+            return sink.path.parent
+    return None

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from shardplug.memory.row import MemoryRow
+from shardplug.memory.run_plan import RunPlan, predicted_phases
+from shardplug.memory.watch import Finding
 
 __all__ = ["WandbRun", "WandbSink"]
 
@@ -29,14 +31,23 @@ class WandbRun(Protocol):
     ) -> None:
         """Log one row."""
 
+    def alert(self, title: str, text: str) -> None:
+        """Send a message to whoever follows the run."""
+
 
 class WandbSink:
     """Logs every kind of memory of every rank into one W&B run.
 
-    Panels come in one section for the job and one for each rank. `memory/<phase>/<kind>_gib` is
-    the largest value of any rank, `memory/peak_gib` the largest peak, and
-    `memory_rank<r>/<phase>/<kind>_gib`, `.../total_gib` and `memory_rank<r>/peak_gib` are each
-    rank's own, all in GiB (2^30 bytes).
+    W&B puts metrics with one prefix into one section, in the order of their names, and these are
+    made for that:
+
+    - `memory/<phase>/<kind>_gib` is the largest value of any rank, `memory/peak_gib` the largest
+      peak; with a plan, the largest predicted value follows each under the same name with
+      `_predicted`, so that the two panels stand side by side;
+    - `memory_rank<r>/...` has the same of each rank;
+    - `throughput/...` has tokens per second and MFU, as far as they are known.
+
+    All memory is in GiB (2^30 bytes). With a plan the run's config has it under `shardplug_plan`.
 
     The x-axis is `memory/step`, the number of optimizer steps done, so the curves do not depend
     on the run's own step counter, which may run ahead or stay behind after a resume. Each metric
@@ -62,13 +73,25 @@ class WandbSink:
         self._host_passes_step = host_passes_step
         self._known: set[str] = set()
         self._waiting: deque[dict[str, float]] = deque()
+        self._plan: RunPlan | None = None
         self._open_step: int | None = None  # W&B step of the open row that has values of ours
+
+    def expect(self, plan: RunPlan) -> None:
+        """Log what was predicted beside what is measured, from the next row on."""
+        self._plan = plan
+        config = getattr(self._run, "config", None)
+        if config is not None:
+            config.update({"shardplug_plan": plan.as_dict()}, allow_val_change=True)
+
+    def alert(self, finding: Finding) -> None:
+        """Send what was found as an alert of the run."""
+        self._run.alert(title=finding.title, text=finding.message)
 
     def write(self, rows: Sequence[MemoryRow]) -> None:
         """Log the rows of one step."""
         if not rows:
             return
-        values = _as_metrics(rows)
+        values = _as_metrics(rows, self._plan)
         for name in values:
             if name not in self._known:
                 self._known.add(name)
@@ -93,7 +116,7 @@ class WandbSink:
             self._run.log(self._waiting.popleft(), commit=True)
 
 
-def _as_metrics(rows: Sequence[MemoryRow]) -> dict[str, float]:
+def _as_metrics(rows: Sequence[MemoryRow], plan: RunPlan | None) -> dict[str, float]:
     values: dict[str, float] = {_STEP: rows[0].step}
     largest: dict[str, float] = {}
     for row in rows:
@@ -104,7 +127,27 @@ def _as_metrics(rows: Sequence[MemoryRow]) -> dict[str, float]:
         }
         # Peaks grow towards the end of a step: the last phase has the step's.
         own["peak_gib"] = row.peak_bytes / _GIB
+        if plan is not None:
+            own |= _predicted(row, plan, own)
         for name, value in own.items():
             values[f"memory_rank{row.rank}/{name}"] = value
             largest[name] = max(value, largest.get(name, 0.0))
-    return {**values, **{f"memory/{name}": value for name, value in largest.items()}}
+    costs: dict[str, list[float]] = {}
+    for row in rows:
+        for name, cost in row.by_cost.items():
+            costs.setdefault(name, []).append(cost)
+    return {
+        **values,
+        **{f"memory/{name}": value for name, value in largest.items()},
+        **{f"throughput/{name}": sum(each) / len(each) for name, each in costs.items()},
+    }
+
+
+def _predicted(row: MemoryRow, plan: RunPlan, measured: dict[str, float]) -> dict[str, float]:
+    """What was planned for each metric of a row that has a plan."""
+    walk = plan.walk_of(row.rank)
+    held = predicted_phases(walk)[row.phase]
+    planned = {f"{row.phase}/{kind}_gib": size for kind, size in held.items()}
+    planned[f"{row.phase}/total_gib"] = sum(held.values())
+    planned["peak_gib"] = walk.peak.total
+    return {f"{name}_predicted": planned[name] / _GIB for name in measured if name in planned}

@@ -11,7 +11,7 @@ import torch
 
 from shardplug.errors import ConfigError
 from shardplug.memory import BOOK_KINDS, MemoryRow, PlanSink, Walk, draw_comparison, plan
-from shardplug.memory.plan_sink import predicted_books
+from shardplug.memory.run_plan import predicted_books
 from tests.support.models import TinyLM
 
 

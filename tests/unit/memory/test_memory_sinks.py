@@ -110,7 +110,7 @@ def test_picture_of_few_and_many(tmp_path: Path, num_steps: int, num_ranks: int)
 def test_picture_keeps_the_highest_of_a_long_run(tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[list[MemoryRow]] = []
     monkeypatch.setattr(
-        "shardplug.memory.picture.draw_png", lambda rows, path, title: drawn.append(rows)
+        "shardplug.memory.picture.draw_png", lambda rows, *_, **__: drawn.append(rows)
     )
     sink = PngSink(tmp_path / "memory.png")
     spike = 100_000  # a step number that gives the largest bytes, in the middle of the run

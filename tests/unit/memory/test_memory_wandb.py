@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardplug.memory import KINDS, PHASES, WandbSink
+from shardplug.memory import (
+    KINDS,
+    PHASES,
+    PLAN_KINDS,
+    Finding,
+    Moved,
+    Point,
+    RunPlan,
+    Walk,
+    WandbSink,
+)
 from tests.unit.memory.fakes import make_rows
 from tests.unit.memory.wandb_file import read_history, read_records
 
@@ -72,6 +83,35 @@ def test_x_axis_is_our_own_beside_a_host_with_a_pattern(run: Any, tmp_path: Path
     }
     assert axes.pop("memory/step") == ""
     assert len(axes) == 22 * 3 and set(axes.values()) == {"memory/step"}
+
+
+def test_predicted_stands_beside_measured_and_alerts_are_sent(run: Any, tmp_path: Path) -> None:
+    held = {**dict.fromkeys(PLAN_KINDS, 0), "gradients": 5 * GIB, "activations": 2 * GIB}
+    phases = dict.fromkeys(("after_forward", "after_backward", "after_step"), held)
+    walk = Walk((Point("backward", "block", 0, held),), phases, Moved(0, 0, 0))
+    sink = WandbSink(run, host_passes_step=False)
+    sink.expect(RunPlan(walks=(walk,)))
+    sink.write([replace(row, tokens_per_second=100.0, mfu=0.5) for row in make_rows(1)])
+    sink.alert(Finding("books", "Memory exceeds its plan", "gradients of rank 0"))
+    sink.close()
+    run.finish()
+    (row,) = [row for row in read_history(tmp_path) if "memory/step" in row]
+    assert row["memory/after_step/gradients_gib_predicted"] == 5.0
+    assert row["memory/after_step/other_gib_predicted"] == 2.0
+    assert row["memory_rank1/after_forward/total_gib_predicted"] == 7.0
+    assert row["memory/peak_gib_predicted"] == 7.0
+    assert (row["throughput/tokens_per_second"], row["throughput/mfu"]) == (100.0, 0.5)
+    measured = {name.removesuffix("_predicted") for name in row if name.endswith("_predicted")}
+    assert measured < set(row), "each predicted metric follows a measured one"
+    records = read_records(tmp_path)
+    alerts = [r.alert for r in records if r.WhichOneof("record_type") == "alert"]
+    assert [(a.title, a.text) for a in alerts] == [
+        ("Memory exceeds its plan", "gradients of rank 0")
+    ]
+    keys = [
+        u.key for r in records if r.WhichOneof("record_type") == "config" for u in r.config.update
+    ]
+    assert "shardplug_plan" in keys
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -1,0 +1,92 @@
+"""Tokens, rates, and the share of a device's peak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardplug.errors import ConfigError
+from shardplug.memory import PEAK_TFLOPS
+from shardplug.memory.throughput import Work, costs_of, peak_flops, work_of
+
+IDS = torch.zeros(3, 7, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (IDS, Work(21, 3)),
+        ({"attention_mask": torch.ones(3, 9), "input_ids": IDS}, Work(21, 3)),
+        (((), {"labels": IDS[:, :2], "input_ids": IDS}), Work(21, 3)),
+        (((IDS,), {}), Work(21, 3)),
+        ([torch.zeros(5, 3, 8, 8), torch.zeros(5, dtype=torch.int64)], Work(0, 5)),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, Work(0, 2)),
+        ("text", Work()),
+    ],
+)
+def test_work_of_a_batch(batch: Any, expected: Work) -> None:
+    assert work_of(batch) == expected
+
+
+class _Device:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get_device_name(self, device: torch.device) -> str:
+        return self._name
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIE"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peak_of_known_devices(
+    name: str, known: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: _Device(name))
+    gpu = torch.device("cuda")
+    low = None if known is None else PEAK_TFLOPS[known][0] * 1e12
+    full = None if known is None else PEAK_TFLOPS[known][2] * 1e12
+    assert peak_flops(gpu, torch.bfloat16) == low
+    assert peak_flops(gpu, torch.float32) == full
+    assert peak_flops(gpu, torch.float64) is None
+    assert peak_flops(gpu, torch.bfloat16, 3.0) == 3e12
+
+
+def test_peak_of_a_cpu_is_given_or_unknown() -> None:
+    cpu = torch.device("cpu")
+    assert peak_flops(cpu, torch.float32) is None
+    assert peak_flops(cpu, torch.float32, 0.5) == 0.5e12
+    with pytest.raises(ConfigError, match="peak_tflops above 0, got -1"):
+        peak_flops(cpu, torch.float32, -1)
+
+
+def test_rates_count_the_slowest_rank_and_all_tokens() -> None:
+    ranks = [(2_000_000_000, 100, 4), (1_000_000_000, 300, 4)]
+    first, second = costs_of(ranks, (Work(50, 2), 10**9), 4e9)
+    assert first["step_seconds"] == second["step_seconds"] == 2.0
+    assert first["tokens_per_second"] == second["tokens_per_second"] == 200.0
+    assert first["samples_per_second"] == 4.0
+    # Twice the tokens of the batch that was traced, in two seconds.
+    assert (first["flops_per_second"], first["mfu"]) == (1e9, 0.25)
+    assert (second["flops_per_second"], second["mfu"]) == (3e9, 0.75)
+
+
+def test_no_time_no_rates_and_no_peak_no_mfu() -> None:
+    assert costs_of([(0, 5, 1), (7, 5, 1)], (Work(5, 1), 10), None) == [{}, {}]
+    (found,) = costs_of([(10**9, 5, 1)], (Work(), 0), None)
+    assert (found["tokens_per_second"], found["flops_per_second"], found["mfu"]) == (5.0, 0.0, 0.0)
