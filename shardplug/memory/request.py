@@ -9,6 +9,7 @@ import torch
 
 from shardplug.errors import ConfigError
 from shardplug.memory.choices import Room
+from shardplug.memory.lora import Lora
 
 __all__ = ["Loop", "Request"]
 
@@ -37,6 +38,7 @@ class Request:
     micro_batch: int
     accumulate: int
     precision: str
+    lora: Lora | None
     optimizer: str
     loop: str
     replicate_size: int
