@@ -63,6 +63,7 @@ class _Walker:
         self._kept_result = 0  # of the latest forward gather, on GPUs
         self._kept_input = 0  # of the latest reduction
         self._in_flight = 0  # buffers of the reduction under way, on CPU ranks
+        self._kept_replicas = 0  # what replicas were reduced in, held until the backward ends
         # Gradients by unit: whole ones by parameter, and what is already in the reduction's dtype.
         self._whole: dict[int, dict[int, int]] = {}
         self._accumulated: dict[int, dict[int, int]] = {}
@@ -382,14 +383,18 @@ class _Walker:
         if casts:
             self._add("gradients", master)
             self._held["gradients"] -= output
+        if setup.replicas > 1 and (casts or not first):
+            self._held["communication"] += output  # else it is the gradient itself
+            self._kept_replicas += output
         if first:
             self._reduced[unit] = master
         else:
             self._held["gradients"] -= master  # added to the earlier shard
 
     def _end(self) -> None:
-        self._held["communication"] -= self._kept_input + self._in_flight
-        self._kept_input = self._in_flight = 0
+        kept = self._kept_input + self._in_flight + self._kept_replicas
+        self._held["communication"] -= kept
+        self._kept_input = self._in_flight = self._kept_replicas = 0
         for unit in list(self._started):  # started ahead, and not used
             self._started.discard(unit)
             if self._setup.shards > 1:
