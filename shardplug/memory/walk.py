@@ -428,12 +428,21 @@ class _Walker:
         if setup.replicas > 1 and (casts or not first):
             self._held["communication"] += output  # else it is the gradient itself
             self._kept_replicas += output
-        if setup.masters_away:  # it goes to the drive, where it is added to what is there
+        if setup.masters_away:  # it goes to the drive; what is there is read, to be added to
+            earlier = 0 if first else self._largest_shard(unit)
+            self._add("communication", earlier)
+            self._held["communication"] -= earlier
             self._held["gradients"] -= master
+            self._reduced[unit] = 0
         elif first:
             self._reduced[unit] = master
         else:
             self._held["gradients"] -= master  # added to the earlier shard
+
+    def _largest_shard(self, unit: int) -> int:
+        plans = [self._layout.parameters[i] for i in self._layout.units[unit].parameters]
+        shards = self._setup.shards
+        return max((p.padded(shards) * p.master.itemsize for p in plans if p.trainable), default=0)
 
     def _end(self) -> None:
         kept = self._kept_input + self._in_flight + self._kept_replicas
