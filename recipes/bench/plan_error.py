@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.memory import CountedAllocations, plan
+from shardplug.memory import BOOK_KINDS, CountedAllocations, plan
 
 LLAMA = {  # size: vocabulary, width, inner width, blocks
     "tiny": (257, 64, 176, 3),
@@ -127,8 +127,12 @@ def batch_of(case: Case, model: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def measure(case: Case) -> int:
-    """Train two steps; return the peak bytes of the second on this rank."""
+Books = dict[str, dict[str, int]]
+
+
+def measure(case: Case) -> tuple[int, Books]:
+    """Train two steps; return the second's peak bytes on this rank, and the engine's books."""
+    books: Books = {}
     gc.collect()
     with CountedAllocations() as counted:
         config = ZeroConfig(
@@ -145,14 +149,17 @@ def measure(case: Case) -> int:
                 for micro in range(case.accumulate):
                     with engine.micro_step(last=micro == case.accumulate - 1):
                         model(**batch).loss.backward()
+                books["after_backward"] = engine.memory()
                 optimizer.step()
+                books["after_step"] = engine.memory()
                 optimizer.zero_grad()
+                books["at_rest"] = engine.memory()
     engine.forget(model)
-    return counted.peak("step 1")
+    return counted.peak("step 1"), books
 
 
-def predict(case: Case, ranks: int) -> Result:
-    """Plan the same case."""
+def predict(case: Case, ranks: int) -> tuple[Result, Books]:
+    """Plan the same case; return the peak, and what is held at the ends of the phases."""
     model = build(case)
     found = plan(
         model,
@@ -170,16 +177,28 @@ def predict(case: Case, ranks: int) -> Result:
         batch=batch_of(case, model),
     )
     assert found.traced, found.notes
-    peak = found.choices[0].walk.peak
-    return Result(0, peak.total, f"{peak.phase} {peak.unit}")
+    walk = found.choices[0].walk
+    peak = walk.peak
+    return Result(0, peak.total, f"{peak.phase} {peak.unit}"), walk.phases
 
 
 def run(case: Case) -> Result:
-    """Measure and predict one case on every rank of the process group."""
-    measured = measure(case)
+    """Measure and predict one case on every rank of the process group.
+
+    Raises:
+        RuntimeError: Where the engine's books are not the plan's to the byte.
+    """
+    measured, books = measure(case)
     if dist.get_rank():
         return Result(measured, measured, "")  # the plan is that of the rank that holds most
-    found = predict(case, dist.get_world_size())
+    found, phases = predict(case, dist.get_world_size())
+    for phase, held in books.items():
+        for kind in BOOK_KINDS:
+            if held[kind] != phases[phase][kind]:
+                raise RuntimeError(
+                    f"Expected {phases[phase][kind]} bytes of {kind} {phase} in {case}, as "
+                    f"planned, got {held[kind]}."
+                )
     return Result(measured, found.predicted, found.where)
 
 

@@ -12,9 +12,10 @@ import json
 import sys
 from pathlib import Path
 
-from shardplug.errors import ShardplugError
+from shardplug.errors import ConfigError, ShardplugError
 from shardplug.memory import (
     OPTIMIZERS,
+    Lora,
     Machine,
     Plan,
     accelerate_yaml,
@@ -43,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulate", type=int, help="micro-batches per optimizer step (default 1)")
     add("--global-batch", type=int, help="samples per optimizer step, instead of --accumulate")
     add("--precision", default="bf16-mixed", help="as in Lightning (default bf16-mixed)")
+    add("--lora", type=int, metavar="RANK", help="train adapters of this rank, freeze the model")
+    add(
+        "--lora-targets",
+        metavar="NAMES",
+        help="layers that get one: all-linear, or names like q_proj,v_proj (default PEFT's)",
+    )
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (default adamw)")
     add(
         "--checkpointing",
@@ -87,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.auto or found.best is None:
         print(as_text(found))
     if arguments.auto and found.best is not None:
+        if found.request.lora is not None:
+            print(f"# The model\nmodel = peft.get_peft_model(model, {found.request.lora.code})\n")
         print(f"# Lightning\n{lightning_line(found, found.best)}\n")
         print(
             f"# Accelerate: a file for accelerate launch --config_file\n"
@@ -117,6 +126,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         accumulate=arguments.accumulate,
         global_batch=arguments.global_batch,
         precision=arguments.precision,
+        lora=_lora(arguments.lora, arguments.lora_targets),
         optimizer=arguments.optimizer,
         activation_checkpointing=checkpointing,
         stage=arguments.stage,
@@ -125,3 +135,13 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         loop=arguments.loop,
         machine=machine,
     )
+
+
+def _lora(rank: int | None, targets: str | None) -> Lora | None:
+    if rank is None:
+        if targets is not None:
+            raise ConfigError("Expected --lora RANK with --lora-targets, got no rank: add it.")
+        return None
+    if targets is None or targets == "all-linear":
+        return Lora(rank=rank, target_modules=targets)
+    return Lora(rank=rank, target_modules=tuple(name.strip() for name in targets.split(",")))

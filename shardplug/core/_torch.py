@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "guard_partial_reads",
     "has_unreduced_gradients",
     "is_copy",
+    "init_fake_process_group",
     "is_read_of_value",
     "keep_shard_elsewhere",
     "laid_out_like",
@@ -66,10 +68,12 @@ __all__ = [
     "settle_shard",
     "sharded_of_gathered",
     "storage_bytes",
+    "tracked_memory",
     "tree_leaves",
     "tree_map",
     "unit_groups",
     "written_tensors",
+    "without_memory",
 ]
 
 
@@ -719,3 +723,67 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return written
+
+
+def init_fake_process_group(world_size: int) -> None:
+    """Be rank 0 of a job whose other ranks do not exist; collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def without_memory() -> Any:
+    """Return a context in which tensors have sizes and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_TRACKED = {
+    "Sharded Param": "master_shards",
+    "Unsharded Param": "gathered",
+    "Sharded Grad": "gradients",
+    "Unsharded Grad": "gradients",
+    "OptState": "optimizer_state",
+    "Activation": "activations",
+    "Temp": "activations",
+    "Inputs": "activations",
+    "Buffer": "buffers",
+    "All Gather": "communication",
+    "Reduce Scatter": "communication",
+}
+
+
+@contextmanager
+def tracked_memory(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[torch.Tensor, ...]
+) -> Iterator[Callable[[str], dict[str, int]]]:
+    """Follow an FSDP2 model's memory with torch's own tracker, which knows CPU and fake tensors.
+
+    Take one step before: the first one makes whole tensors, to work out how to shard.
+
+    Args:
+        model: Sharded.
+        optimizer: Over its parameters.
+        inputs: Tensors of the batch.
+
+    Yields:
+        A function that returns bytes by kind, given "current" or "peak".
+    """
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    tracker: Any = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs(inputs)
+
+    def snapshot(which: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for by_kind in tracker.get_tracker_snapshot(which).values():
+            for kind, size in by_kind.items():
+                name = str(getattr(kind, "value", kind))
+                if name != "Total":
+                    name = _TRACKED[name]
+                    found[name] = found.get(name, 0) + int(size)
+        return found
+
+    with tracker:
+        yield snapshot

@@ -8,7 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from shardplug.core._torch import TensorWithoutMemory, tree_leaves, tree_map
+from shardplug.core._torch import (
+    TensorWithoutMemory,
+    tree_leaves,
+    tree_map,
+    written_tensors,
+)
 
 __all__ = ["Holder", "TierTensor", "in_tier"]
 
@@ -132,7 +137,8 @@ class TierTensor(TensorWithoutMemory):
             return func(*tree_map(stands_in, args), **tree_map(stands_in, kwargs))
         if func.is_view:
             return _view(func, args, kwargs)
-        written = _written(func, args, kwargs)
+        changed = written_tensors(func, args, kwargs)
+        written = [tensor for tensor in changed if isinstance(tensor, TierTensor)]
         if len(written) == 1 and args and written[0] is args[0]:
             if args[0].change_in_place(func, args, kwargs):
                 return args[0]
@@ -206,17 +212,6 @@ def _on_copies(func: Any, args: Any, kwargs: Any, written: list[TierTensor]) -> 
         tensor.holder.write(copies[id(tensor)])
     originals = {id(copies[id(tensor)]): tensor for tensor in written}
     return tree_map(lambda value: originals.get(id(value), value), result)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[TierTensor]:
-    """Return the tensors that an operation changes."""
-    found: list[TierTensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, TierTensor)]
-    return found
 
 
 def _map(action: Callable[[TierTensor], torch.Tensor]) -> Callable[[Any], Any]:

@@ -14,6 +14,7 @@ from shardplug.memory.comparison_picture import draw_comparison
 from shardplug.memory.costs import Machine, StepTime
 from shardplug.memory.counted import CountedAllocations
 from shardplug.memory.curve import PLAN_KINDS, Moved, Point, Walk
+from shardplug.memory.lora import Lora
 from shardplug.memory.oom import explained_oom, is_out_of_memory, oom_report
 from shardplug.memory.optimizers import OPTIMIZERS, OptimizerKind
 from shardplug.memory.picture import PngSink, draw_png
@@ -44,6 +45,7 @@ __all__ = [
     "Finding",
     "FirstStep",
     "JsonlSink",
+    "Lora",
     "Machine",
     "MemoryRow",
     "MemoryTracker",

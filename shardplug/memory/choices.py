@@ -14,6 +14,7 @@ from shardplug.memory.curve import Setup, Walk
 from shardplug.memory.layout import Layout
 from shardplug.memory.segments import Segments
 from shardplug.memory.tier_sizes import tier_sizes
+from shardplug.memory.unit_sizes import unit_sizes
 from shardplug.memory.walk import walk
 
 __all__ = ["Choice", "Room", "evaluate", "rank", "tiers_of"]
@@ -177,15 +178,21 @@ def _outside(layout: Layout, setup: Setup) -> tuple[int, int, int, int]:
     sizes, on_gpu = tier_sizes(layout, setup), setup.device != "cpu"
     on_disk = setup.state_tier == "nvme"
     host = sizes.buffers + sizes.pinned
-    disk = sizes.state - sizes.near if on_disk else 0
+    disk = sizes.files - sizes.near if on_disk else 0
     # All of the state comes and goes back in each step.
-    host_traffic, disk_traffic = 2 * sizes.state, 2 * disk
-    if setup.masters_away:  # by a formula, as no version does it
-        masters = sum(p.padded(setup.shards) * p.master.itemsize for p in layout.parameters)
-        uses = setup.accumulate * (1 + setup.stage.reshard_after_forward)
-        disk += masters
-        host_traffic += (uses + 2) * masters
-        disk_traffic += (uses + 2) * masters
+    far = sizes.state - sizes.near if on_disk else 0
+    host_traffic, disk_traffic = 2 * sizes.state, 2 * far
+    if setup.masters_away:
+        read = sum(unit_sizes(layout, n, setup).read for n in range(len(layout.units)))
+        host += (setup.prefetch + 1) * max(
+            (unit_sizes(layout, n, setup).read for n in range(len(layout.units))), default=0
+        )
+        gathers = setup.accumulate * (1 + setup.stage.reshard_after_forward) * read
+        # Gradients are written by each micro-batch and read by all but the first and by the step,
+        # which reads the weights, and writes them and the copies.
+        moved = 2 * setup.accumulate * sizes.gradients + 2 * sizes.masters + sizes.copies
+        host_traffic += gathers + moved
+        disk_traffic += gathers + moved
     return host * on_gpu, disk, host_traffic * on_gpu, disk_traffic
 
 

@@ -19,6 +19,7 @@ from shardplug.memory.choices import Choice, evaluate, rank, tiers_of
 from shardplug.memory.costs import Machine
 from shardplug.memory.curve import Setup
 from shardplug.memory.layout import Layout, place
+from shardplug.memory.lora import Lora, with_adapters
 from shardplug.memory.optimizers import OptimizerKind, optimizer_kind
 from shardplug.memory.request import (
     PRECISIONS,
@@ -80,6 +81,7 @@ def plan(
     accumulate: int | None = None,
     global_batch: int | None = None,
     precision: str = "bf16-mixed",
+    lora: Lora | None = None,
     reduce_dtype: torch.dtype | None = None,
     optimizer: str | OptimizerKind = "adamw",
     activation_checkpointing: bool | None = None,
@@ -116,6 +118,8 @@ def plan(
         accumulate: Micro-batches per optimizer step; 1 unless `global_batch` says otherwise.
         global_batch: Samples of one optimizer step over all devices, instead of `accumulate`.
         precision: As in Lightning: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true".
+        lora: Freeze the model, which keeps its dtype (a Hugging Face config names it), and train
+            new low-rank adapters. A model that has adapters already is planned as it is.
         reduce_dtype: dtype that gradients are reduced in, as in `ZeroConfig`.
         optimizer: A name out of `shardplug.memory.OPTIMIZERS`, or an `OptimizerKind`.
         activation_checkpointing: On, off, or None to look at both.
@@ -154,7 +158,12 @@ def plan(
     low, whole = PRECISIONS[precision]
     name = model if isinstance(model, str) else type(model).__name__
     if not isinstance(model, nn.Module):
-        model = build_from_config(model, whole or torch.float32)
+        # A frozen base has no master weights: it rests in the dtype that it is loaded in.
+        model = build_from_config(model, whole or (None if lora else torch.float32))
+    if batch is None:
+        batch = make_batch(model, micro_batch, seq_length)
+    if lora is not None:
+        model = with_adapters(model, lora)
     kinds = Precision(low, reduce_dtype or (torch.float32 if low else None))
     placed = place(model, units, kinds, whole)
     if world > placed.layout.num_parameters:
@@ -165,7 +174,7 @@ def plan(
     work = Work(
         model=model,
         placed=placed,
-        batch=make_batch(model, micro_batch, seq_length) if batch is None else batch,
+        batch=batch,
         loss=loss,
         settings=TraceSettings(
             device=device,
@@ -197,6 +206,7 @@ def plan(
         micro_batch=micro_batch,
         accumulate=accumulate,
         precision=precision,
+        lora=lora,
         optimizer=work.setup.optimizer.name,
         loop=loop,
         replicate_size=replicate_size,

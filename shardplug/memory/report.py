@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
+
+import torch
 
 from shardplug.memory.choices import GIB, Choice
 from shardplug.memory.curve import PLAN_KINDS
+from shardplug.memory.lora import described
 from shardplug.memory.plan import Plan
 
 __all__ = ["accelerate_yaml", "as_dict", "as_text", "lightning_line"]
@@ -40,6 +44,7 @@ def as_text(plan: Plan) -> str:
         ),
         f"{request.nodes} x {request.devices} devices of {request.room.device_gib:g} GiB, "
         f"{batch}, {request.accumulate} per step, {request.precision}, {request.optimizer}",
+        *_lora_line(plan),
         f"attention: {plan.attention}",
         "",
         "GiB per device at the peak; host and disk per node; seconds are for ranking only.",
@@ -62,6 +67,17 @@ def as_text(plan: Plan) -> str:
     if plan.advice:
         lines += ["", "Nothing fits. What would:", *(f"- {line}" for line in plan.advice)]
     return "\n".join(lines)
+
+
+def _lora_line(plan: Plan) -> list[str]:
+    if plan.request.lora is None:
+        return []
+    frozen = Counter[torch.dtype]()
+    for parameter in plan.layout.parameters:
+        if not parameter.trainable:
+            frozen[parameter.master] += parameter.numel
+    base = str(frozen.most_common(1)[0][0]).removeprefix("torch.")
+    return [f"adapters: {plan.request.lora.code}; the base is frozen, in {base}"]
 
 
 def _outside(choice: Choice) -> int:
@@ -93,8 +109,10 @@ def _gib(size: int) -> str:
 
 def _paper_line(plan: Plan) -> str:
     figures = " / ".join(f"{plan.paper[stage] / 1e9:.4g}" for stage in (0, 1, 2, 3))
+    frozen = plan.layout.num_trainable != plan.layout.num_parameters
     return (
-        "The ZeRO paper counts model states of fp16 training with Adam: "
+        "The ZeRO paper counts model states of fp16 training with Adam"
+        f"{', were all parameters trained' if frozen else ''}: "
         f"{figures} GB (10^9 bytes) per rank, replicated / stage 1 / 2 / 3."
     )
 
@@ -117,6 +135,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "micro_batch": request.micro_batch,
         "accumulate": request.accumulate,
         "precision": request.precision,
+        "lora": described(request.lora),
         "optimizer": request.optimizer,
         "loop": request.loop,
         "attention": plan.attention,

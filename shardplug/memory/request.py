@@ -10,6 +10,7 @@ import torch
 from shardplug.config import ZeroConfig
 from shardplug.errors import ConfigError
 from shardplug.memory.choices import Room
+from shardplug.memory.lora import Lora
 
 __all__ = ["Loop", "Request"]
 
@@ -38,6 +39,7 @@ class Request:
     micro_batch: int
     accumulate: int
     precision: str
+    lora: Lora | None
     optimizer: str
     loop: str
     replicate_size: int

@@ -17,12 +17,12 @@ from shardplug.errors import ConfigError
 __all__ = ["build_from_config", "make_batch"]
 
 
-def build_from_config(source: Any, dtype: torch.dtype) -> nn.Module:
+def build_from_config(source: Any, dtype: torch.dtype | None) -> nn.Module:
     """Build a Hugging Face model on meta; nothing is downloaded but a hub model's config.
 
     Args:
         source: A config object, a config.json, a local folder with one, or a hub id.
-        dtype: dtype of the parameters.
+        dtype: dtype of the parameters; None is the configuration's, or fp32 where it has none.
 
     Raises:
         ConfigError: When transformers is missing, or there is no configuration to be had.
@@ -42,6 +42,8 @@ def build_from_config(source: Any, dtype: torch.dtype) -> nn.Module:
         )
     config = copy.deepcopy(config)
     config.use_cache = False  # a cache of keys and values is for generation
+    own: Any = config.dtype  # transformers has made a dtype of its name
+    dtype = dtype or own or torch.float32
     names = [n for n in config.architectures or () if hasattr(transformers, n)]
     with torch.device("meta"):
         if names:

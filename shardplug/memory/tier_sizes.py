@@ -21,6 +21,9 @@ from shardplug.tiers.staging import STAGING_BYTES
 
 __all__ = ["TierSizes", "tier_sizes"]
 
+_CUT = 4096  # elements: parameters in files are cut at multiples of it
+_WIDTH = 4  # bytes that an element of a piece in files is taken to have at least
+
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
@@ -48,6 +51,20 @@ class TierSizes:
     work: int
     """Memory on the device that a step needs for a moment, beyond the first one."""
 
+    masters: int = 0
+    """Parameters in files: each piece's region, rounded up to 4 KiB."""
+
+    copies: int = 0
+    """The same in the dtype of the computation, of trained ones whose masters have another."""
+
+    gradients: int = 0
+    """Reduced gradients in files."""
+
+    @property
+    def files(self) -> int:
+        """Bytes of the swap file, where state is in files."""
+        return self.state + self.masters + self.copies + self.gradients
+
 
 def tier_sizes(layout: Layout, setup: Setup) -> TierSizes:
     """Lay the optimizer state of a rank out.
@@ -70,7 +87,9 @@ def tier_sizes(layout: Layout, setup: Setup) -> TierSizes:
         keys = {} if alone else {str(key): plan.master for key in range(tensors)}
         entries.append(Entry(local, keys))
     on_disk = setup.state_tier == "nvme"
-    blocks = lay_out(entries, BLOCK_BYTES if on_disk else HOST_BLOCK_BYTES)
+    blocks = lay_out(entries, _block_bytes(layout, setup))
+    masters, copies, gradients = _parameter_regions(layout, setup)
+    passing = len(masters) + len(copies) + len(gradients)
     regions = [
         aligned(max(block.region_bytes(key), 1))  # an empty one has a place too
         for block in blocks
@@ -83,9 +102,12 @@ def tier_sizes(layout: Layout, setup: Setup) -> TierSizes:
         near=sum(near),
         pinned=sum(_power_of_2(size) for size in near),
         resident=resident,
-        buffers=min(num_far * BLOCK_BYTES, STAGING_BYTES) if on_disk else 0,
-        scratch=_scratch(blocks) if on_disk else 0,
+        buffers=min((num_far + passing) * BLOCK_BYTES, STAGING_BYTES) if on_disk else 0,
+        scratch=_scratch(blocks, setup) if on_disk else 0,
         work=_work(blocks, setup),
+        masters=sum(masters),
+        copies=sum(copies),
+        gradients=sum(gradients),
     )
 
 
@@ -108,13 +130,39 @@ def _bytes(block: Block) -> int:
     return sum(p.num_elements * p.entry.parameter.element_size() for p in block.pieces)
 
 
-def _scratch(blocks: Sequence[Block]) -> int:
-    """One buffer for each dtype, as large as its largest block."""
-    largest: dict[torch.dtype, int] = {}
+def _block_bytes(layout: Layout, setup: Setup) -> int:
+    if setup.state_tier != "nvme":
+        return HOST_BLOCK_BYTES
+    width = min((p.master.itemsize for p in layout.parameters if p.trainable), default=_WIDTH)
+    # State beside weights in files is cut as they are, as if elements had 4 bytes or more.
+    return BLOCK_BYTES * width // max(width, _WIDTH) if setup.masters_away else BLOCK_BYTES
+
+
+def _parameter_regions(layout: Layout, setup: Setup) -> tuple[list[int], list[int], list[int]]:
+    """Regions of masters, of copies to compute with, and of gradients."""
+    masters, copies, gradients = list[int](), list[int](), list[int]()
+    for plan in layout.parameters if setup.masters_away else ():
+        if not plan.sharded:
+            continue
+        own = plan.own(setup.shards, setup.shard)
+        most = BLOCK_BYTES // max(plan.master.itemsize, _WIDTH) // _CUT * _CUT
+        pieces = [min(most, own - low) for low in range(0, own, most)]
+        masters += [aligned(n * plan.master.itemsize) for n in pieces]
+        if plan.trainable:
+            gradients += [aligned(n * plan.master.itemsize) for n in pieces]
+            if plan.compute != plan.master:
+                copies += [aligned(n * plan.compute.itemsize) for n in pieces]
+    return masters, copies, gradients
+
+
+def _scratch(blocks: Sequence[Block], setup: Setup) -> int:
+    """Buffers for each dtype, as large as its largest block: gradients, and weights from files."""
+    largest: dict[tuple[torch.dtype, bool], int] = {}
     for block in blocks:
-        dtype = block.pieces[0].entry.parameter.dtype
-        largest[dtype] = max(largest.get(dtype, 0), _bytes(block))
-    return sum(largest.values())
+        parameter = block.pieces[0].entry.parameter
+        kind = parameter.dtype, bool(parameter.shape) and setup.masters_away
+        largest[kind] = max(largest.get(kind, 0), _bytes(block))
+    return sum(size * (2 if away else 1) for (_, away), size in largest.items())
 
 
 def _work(blocks: Sequence[Block], setup: Setup) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shardplug.memory.curve import Setup
 from shardplug.memory.layout import Layout
+from shardplug.tiers.protocol import aligned
 
 __all__ = ["UnitSizes", "master_width", "unit_sizes"]
 
@@ -19,6 +20,8 @@ class UnitSizes:
     gathered: int
     cast: int
     """The flat copy in the computation's dtype that a gather starts from."""
+    read: int
+    """Memory that the unit's padded shards are read into where they rest in files."""
     each: tuple[tuple[int, int], ...]
     """(cast, gathered) of each parameter, on one rank."""
     reduce_input: int
@@ -43,6 +46,7 @@ def unit_sizes(layout: Layout, number: int, setup: Setup) -> UnitSizes:
         master_trained=sum(n * plan.master.itemsize for plan, n in trained),
         gathered=sum(n * shards * plan.compute.itemsize for plan, n in shard),
         cast=sum(n * plan.compute.itemsize for plan, n in shard if plan.compute != plan.master),
+        read=sum(aligned(max(n, 1) * plan.compute.itemsize) for plan, n in shard),
         each=tuple(
             (
                 n * plan.compute.itemsize if plan.compute != plan.master else 0,

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from shardplug.memory.ahead import AheadOfGathers
 from shardplug.memory.curve import PLAN_KINDS, Moved, Point, Setup, Walk
 from shardplug.memory.layout import Layout
 from shardplug.memory.recorder import Mark
@@ -37,16 +38,28 @@ def walk(layout: Layout, segments: Segments, setup: Setup) -> Walk:
     Returns:
         The curve, what is held at the end of each phase, and the bytes moved.
     """
-    return _Walker(layout, segments, setup).run()
+    walker = _Walker(layout, segments, setup)
+    if setup.masters_away:  # what is read ahead was learnt in the step before
+        walker.run()
+        walker = _Walker(layout, segments, setup, walker.reads)
+    return walker.run()
 
 
 class _Walker:
-    def __init__(self, layout: Layout, segments: Segments, setup: Setup) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        segments: Segments,
+        setup: Setup,
+        reads: AheadOfGathers | None = None,
+    ) -> None:
         self._layout = layout
         self._segments = segments
         self._setup = setup
         self._sizes = [unit_sizes(layout, unit, setup) for unit in range(len(layout.units))]
         self._tier = tier_sizes(layout, setup)
+        read = [size.read if setup.masters_away else 0 for size in self._sizes]
+        self.reads = reads or AheadOfGathers(setup.prefetch, read)
         self._order = list(layout.blocks)
         self._ahead = setup.device == "cpu" and setup.prefetch > 0
         self._held: Counter[str] = Counter(dict.fromkeys(PLAN_KINDS, 0))
@@ -63,6 +76,7 @@ class _Walker:
         self._kept_result = 0  # of the latest forward gather, on GPUs
         self._kept_input = 0  # of the latest reduction
         self._in_flight = 0  # buffers of the reduction under way, on CPU ranks
+        self._kept_replicas = 0  # what replicas were reduced in, held until the backward ends
         # Gradients by unit: whole ones by parameter, and what is already in the reduction's dtype.
         self._whole: dict[int, dict[int, int]] = {}
         self._accumulated: dict[int, dict[int, int]] = {}
@@ -119,6 +133,9 @@ class _Walker:
         self._step()
         if setup.state_tier == "nvme":
             self._held["gradients"] = 0
+        ahead = self.reads.held
+        self.reads.step()
+        self._read_ahead(ahead)
         phases["after_step"] = dict(self._held)
         self._held["gradients"] = 0
         self._reduced.clear()
@@ -150,6 +167,7 @@ class _Walker:
         else:
             self._add_tier(self._tier)
         self._add("buffers", layout.buffer_bytes)
+        self._read_ahead(0)
 
     def _add_tier(self, tier: TierSizes) -> None:
         self._add("optimizer_state", tier.resident)
@@ -157,6 +175,24 @@ class _Walker:
         if self._setup.device == "cpu":  # the host's memory is the device's
             self._add("staging", tier.buffers)
             self._add("optimizer_state_cpu", tier.near)
+
+    def _read_ahead(self, before: int) -> None:
+        """Count what is read ahead; the memory of CPU ranks is the device's."""
+        if self._setup.device == "cpu":
+            self._add("staging", self.reads.held - before)
+
+    def _acquire(self, unit: int) -> int:
+        """Take a unit's shards out of the tier; return the bytes that the gather starts from."""
+        size = self._sizes[unit]
+        if not self._setup.masters_away:
+            return size.cast
+        before = self.reads.held
+        self.reads.enter(unit)
+        self._read_ahead(before)
+        before = self.reads.held
+        self.reads.take(unit)
+        self._read_ahead(before)
+        return size.read
 
     def _replicated_gradients(self) -> int:
         layout = self._layout
@@ -253,11 +289,12 @@ class _Walker:
             return
         self._started.add(unit)
         size, shards = self._sizes[unit], self._setup.shards
-        if shards == 1:
+        if shards == 1 or not self._layout.units[unit].parameters:
             return
-        self._add("communication", size.cast)
+        start = self._acquire(unit)
+        self._add("communication", start)
         self._add("communication", size.gathered)
-        self._held["communication"] -= size.cast
+        self._held["communication"] -= start
         self._sent["gathers"] += size.gathered // shards * (shards - 1)
 
     def _wait(self, unit: int, *, in_forward: bool) -> None:
@@ -280,6 +317,12 @@ class _Walker:
 
     def _copy_alone(self, unit: int) -> None:
         """On one rank each parameter is cast and copied; one cast is alive beside the next."""
+        if self._setup.masters_away and self._layout.units[unit].parameters:
+            start = self._acquire(unit)
+            self._add("communication", start)
+            self._add("gathered", self._sizes[unit].gathered)
+            self._held["communication"] -= start
+            return
         before = 0
         for cast, whole in self._sizes[unit].each:
             self._add("communication", cast)
@@ -373,7 +416,7 @@ class _Walker:
             # Starting this reduction completes the one before.
             self._held["communication"] -= self._in_flight
             self._in_flight = received + size.reduce_input
-            if casts or not first or setup.replicas > 1:
+            if casts or not first or setup.replicas > 1 or setup.masters_away:
                 self._held["communication"] -= received
                 self._in_flight, self._kept_input = 0, size.reduce_input
         else:
@@ -382,14 +425,29 @@ class _Walker:
         if casts:
             self._add("gradients", master)
             self._held["gradients"] -= output
-        if first:
+        if setup.replicas > 1 and (casts or not first):
+            self._held["communication"] += output  # else it is the gradient itself
+            self._kept_replicas += output
+        if setup.masters_away:  # it goes to the drive; what is there is read, to be added to
+            earlier = 0 if first else self._largest_shard(unit)
+            self._add("communication", earlier)
+            self._held["communication"] -= earlier
+            self._held["gradients"] -= master
+            self._reduced[unit] = 0
+        elif first:
             self._reduced[unit] = master
         else:
             self._held["gradients"] -= master  # added to the earlier shard
 
+    def _largest_shard(self, unit: int) -> int:
+        plans = [self._layout.parameters[i] for i in self._layout.units[unit].parameters]
+        shards = self._setup.shards
+        return max((p.padded(shards) * p.master.itemsize for p in plans if p.trainable), default=0)
+
     def _end(self) -> None:
-        self._held["communication"] -= self._kept_input + self._in_flight
-        self._kept_input = self._in_flight = 0
+        kept = self._kept_input + self._in_flight + self._kept_replicas
+        self._held["communication"] -= kept
+        self._kept_input = self._in_flight = self._kept_replicas = 0
         for unit in list(self._started):  # started ahead, and not used
             self._started.discard(unit)
             if self._setup.shards > 1:

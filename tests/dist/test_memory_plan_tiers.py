@@ -220,7 +220,6 @@ def test_exactly_what_runs_is_offered(stage: int) -> None:
     found = plan(TinyLM(), devices=2, device_memory_gib=4, batch=tokens(0, 0, 0), loss=_loss)
     mine = [c for c in found.choices if c.stage == stage and not c.activation_checkpointing]
     offered = {(c.offload_optimizer, c.offload_params): not c.unavailable for c in mine}
-    # Known to the configuration; the plan's figures for it are formulas still.
     assert offered.pop(("nvme", "nvme"), stage == 3) == (stage == 3)
     assert offered == {("none", "none"): True, ("cpu", "none"): True, ("nvme", "none"): True}
     for choice in mine:

@@ -387,8 +387,8 @@ _MAY_USE = {  # the frameworks that an adapter is about
     "accelerate": {"accelerate", "transformers"},
     "hf": {"transformers", "accelerate", "huggingface_hub"},
     "run": {"accelerate", "transformers"},
-    # drawn and logged with, and read configurations with, imported on use
-    "memory": {"matplotlib", "transformers", "wandb"},
+    # drawn and logged with, and read configurations and make adapters with, imported on use
+    "memory": {"matplotlib", "peft", "transformers", "wandb"},
 }
 
 

@@ -301,10 +301,16 @@ def test_a_large_model_is_planned_from_its_configuration_alone() -> None:
     found = plan(_config(LLAMA_70B), devices=8, device_memory_gib=80, seq_length=4096)
     assert found.traced and found.layout.num_parameters == 70_553_706_496
     assert {c.name for c in found.choices if c.fits} == {"zero3_infinity checkpointing"}
+    on_device = [choice for choice in found.choices if choice.offload_params == "none"]
+    assert len(on_device) == 18 and not any(choice.fits for choice in on_device)
+    assert found.best is not None and found.best.name == "zero3_infinity checkpointing"
     choice = next(c for c in found.choices if c.name == "zero3 checkpointing")
     rest = choice.walk.phases["at_rest"]
     states = rest["master_shards"] + rest["optimizer_state"]
     assert states == pytest.approx(found.layout.num_parameters * 12 / 8, rel=1e-3)
+    # Weights, gradients and two moments in fp32, and the weights in bf16.
+    on_disk = found.best.disk
+    assert on_disk == pytest.approx(found.layout.num_parameters * (4 + 4 + 8 + 2), rel=1e-3)
 
 
 def _command(*arguments: str) -> int:
