@@ -97,8 +97,10 @@ class OomWatch:
         self._base_used: dict[str, int] = {}
         self._group = ControlGroup()
         self._warned = False
-        # Under a limit of the address space the report itself needs room.
-        self._ballast = mmap.mmap(-1, _BALLAST) if process_limits() else None
+        # Given back before a report, which needs room too; never touched, so it takes no memory.
+        self._ballast: mmap.mmap | None = None
+        if hasattr(mmap, "MAP_PRIVATE"):
+            self._ballast = mmap.mmap(-1, _BALLAST, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _watched.add(self)
         _hook_uncaught()
 
