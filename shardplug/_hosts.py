@@ -44,7 +44,7 @@ def _register(module: ModuleType) -> None:
     registry_name, adapter = REGISTRIES[module.__name__]
     registry: Any = getattr(module, registry_name)
     namespace = module.__name__.rpartition(".")[0]
-    for preset in PRESETS:
+    for preset in (*PRESETS, "zero_auto"):
         registry.register(
             preset,
             functools.partial(_make, adapter, namespace, preset),

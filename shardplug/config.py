@@ -221,6 +221,12 @@ class ZeroConfig:
 
 def _preset(name: str) -> dict[str, Any]:
     fields = _PRESETS.get(name.lower())
+    if name.lower() == "zero_auto":
+        raise ConfigError(
+            "zero_auto is decided when the model is known: use it as the strategy of a Trainer or "
+            'of Fabric, as "shardplug:zero_auto" in the YAML of Accelerate, or call '
+            "shardplug.memory.auto_config."
+        )
     if fields is None:
         raise ConfigError(f"Expected a preset out of {', '.join(_PRESETS)}, got {name!r}.")
     return fields

@@ -32,6 +32,8 @@ from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
 from shardplug.core.units import plan_units
 from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
+from shardplug.memory.oom_watch import OomWatch, explain_step
+from shardplug.memory.preflight import announce_state
 from shardplug.optim import Binding, settle_matrix_optimizer
 
 if TYPE_CHECKING:
@@ -115,6 +117,9 @@ class ZeroEngine:
         self._window_pending = False
         self._background: Background | None = None
         _torch.guard_partial_reads()
+        self.oom = OomWatch(self)
+        """Explains out-of-memory errors; adapters tell it where to write."""
+        self.add_phase_listener(self.oom.on_phase)
 
     # ---------------------------------------------------------------- models and optimizers
 
@@ -163,6 +168,19 @@ class ZeroEngine:
         if any(model is known for known in self.models):
             return model
         refuse_unshardable(model)
+        self.oom.before_shard(model)
+        with self.oom.explaining():
+            self._shard(model, cast_inputs, forward_methods, child_units)
+        self.oom.after_shard()
+        return model
+
+    def _shard(
+        self,
+        model: nn.Module,
+        cast_inputs: bool,
+        forward_methods: Sequence[str],
+        child_units: bool,
+    ) -> None:
         before = list(model.named_parameters(remove_duplicate=False))
         note_source_dtypes(model)
         plan = plan_units(
@@ -193,7 +211,6 @@ class ZeroEngine:
         self._schedule.attach(model)
         self._adopt(model, forward_methods)
         _torch.settle_root(model)
-        return model
 
     def forget(self, model: nn.Module) -> None:
         """Stop keeping a sharded model, so that its memory goes when the caller drops it."""
@@ -217,6 +234,8 @@ class ZeroEngine:
             on_enter=agreement.window_opens,
             on_exit=functools.partial(self._emit, "after_forward"),
             on_leave=functools.partial(self._meet, "The forward"),
+            on_call=functools.partial(self.oom.on_call, model),
+            on_error=self.oom.explain,
         )
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         UnitArguments(units, resharded=self._stage.reshard_after_forward)
@@ -261,14 +280,18 @@ class ZeroEngine:
                 "Expected a model with trainable parameters, got nothing to train: all are frozen "
                 "(requires_grad=False). Unfreeze some, or leave the optimizer out."
             )
+        self.oom.on_optimizer(optimizer)
         if self._tier is not None:
             from shardplug.optim.streamed import StreamedOptimizer
 
-            self._streamed[optimizer] = StreamedOptimizer(
-                optimizer, self._tier, self._control, self._parameters
-            )
+            with self.oom.explaining():
+                announce_state(self, optimizer, self._tier.name)
+                self._streamed[optimizer] = StreamedOptimizer(
+                    optimizer, self._tier, self._control, self._parameters
+                )
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+        explain_step(optimizer, self.oom)
         optimizer.zero_grad = functools.partial(  # type: ignore[method-assign]
             self._zero_grad,
             optimizer.zero_grad,
@@ -335,9 +358,11 @@ class ZeroEngine:
                 `micro_step` each backward counts as the last.
         """
         self._schedule.begin(last)
+        self.oom.on_micro_step(last)
         try:
-            yield
-            self.after_backward()
+            with self.oom.explaining():
+                yield
+                self.after_backward()
         finally:
             self._schedule.begin(True)
 

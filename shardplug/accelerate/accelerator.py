@@ -19,6 +19,8 @@ from shardplug.accelerate.loaders import advance_past_skipped, agree_on_order, r
 from shardplug.accelerate.mixed import add_autocast, remove_autocast
 from shardplug.accelerate.saving import SavingMethods
 from shardplug.errors import ConfigError, ModelError, OptimizerError
+from shardplug.hosts.example import example_batch
+from shardplug.memory.auto import auto_config
 
 __all__ = ["Accelerator"]
 
@@ -78,6 +80,7 @@ class Accelerator(GradientMethods, SavingMethods):
                 f"Expected device_placement to have {len(args)} entries, got {len(flags)}."
             )
         self._refuse_nothing_to_train(args)
+        self._note_what_comes(args)
         result = list(args)
         # Models first: the parameters that optimizers hold are exchanged when these are sharded.
         kinds: list[tuple[type[Any], Callable[..., Any]]] = [
@@ -128,6 +131,7 @@ class Accelerator(GradientMethods, SavingMethods):
         if next(model.parameters(), None) is None:
             model = model.to(self.device)
         else:
+            self._decide(model)
             model = self.engine.shard(model, cast_inputs=not self.native_amp)
             self._remember(model)
             if self.native_amp:
@@ -219,6 +223,31 @@ class Accelerator(GradientMethods, SavingMethods):
         self._engine = None
         self._unsharded_optimizers = []
         return super().free_memory(*objects)
+
+    def _note_what_comes(self, objects: tuple[Any, ...]) -> None:
+        """Keep hold of data and optimizer until zero_auto has planned for them."""
+        if self._budget is not None and self._engine is None:
+            self._expected += [
+                obj for obj in objects if isinstance(obj, (DataLoader, torch.optim.Optimizer))
+            ]
+
+    def _decide(self, model: nn.Module) -> None:
+        if self._budget is None or self._engine is not None:
+            return
+        known, self._expected = [*self._expected, *self._dataloaders], []
+        loaders = [obj for obj in known if isinstance(obj, DataLoader)]
+        optimizers = [obj for obj in known if isinstance(obj, torch.optim.Optimizer)]
+        made_up = self._budget.seq_length is not None
+        self.zero_config = auto_config(
+            model,
+            self._budget,
+            batch=example_batch(loaders[0]) if loaders and not made_up else None,
+            optimizer=states.bare_optimizer(optimizers[0]) if optimizers else None,
+            accumulate=self.gradient_accumulation_steps,
+            base=self.zero_config,
+            loop="accelerate",
+            device=self.device,
+        )
 
     def _refuse_nothing_to_train(self, objects: tuple[Any, ...]) -> None:
         models = [obj for obj in objects if isinstance(obj, nn.Module)]

@@ -22,6 +22,7 @@ from shardplug.accelerate.mixed import grad_scaler
 from shardplug.accelerate.options import (
     make_plugin,
     read_async_save,
+    read_budget,
     read_config,
     refuse_settings,
     with_plugin,
@@ -63,6 +64,7 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
         arguments = dict(signature.bind_partial(self, *args, **kwargs).arguments)
         del arguments["self"]
         config = read_config(zero, os.environ)
+        self._budget = read_budget(zero, os.environ)
         self._async_save = read_async_save(async_save, zero, os.environ)
         refuse_settings(arguments, os.environ)
         plugin = make_plugin(arguments.pop("fsdp_plugin", None), os.environ)
@@ -84,6 +86,7 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
         """Optimizer steps done by the first prepared optimizer; restored by `load_state`."""
         self._engine: ZeroEngine | None = None
         self._unsharded_optimizers: list[torch.optim.Optimizer] = []
+        self._expected: list[Any] = []
         self._no_sync_depth = 0
         self.print(f"shardplug: {self._description()}", flush=True)
 
@@ -93,6 +96,9 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
         if self._engine is None:
             mesh = build_mesh(self.zero_config.replicate_size, self.device.type)
             self._engine = ZeroEngine(self.zero_config, mesh)
+            self._engine.oom.loop = "accelerate"
+            if self.project_dir is not None:
+                self._engine.oom.write_into(self.project_dir)
         return self._engine
 
     def _remember(self, model: nn.Module) -> None:
@@ -100,8 +106,9 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
 
     def _description(self) -> str:
         config = self.zero_config
+        stage = "found when the model is prepared" if self._budget else f"{config.stage}"
         replicas = f", {config.replicate_size} replicas" if config.replicate_size > 1 else ""
         return (
-            f"ZeRO stage {config.stage} over {self.num_processes} ranks{replicas} "
+            f"ZeRO stage {stage} over {self.num_processes} ranks{replicas} "
             f"({self.device.type}, {dist.get_backend()}), mixed precision {self.mixed_precision}"
         )

@@ -49,9 +49,10 @@ class GradientMethods(AcceleratorBase):
         """
         for optimizer in self._unsharded_optimizers:
             self.engine.prepare_optimizer(optimizer)  # says what is wrong with it
-        super().backward(loss, **kwargs)
-        if not self._no_sync_depth:
-            self.engine.after_backward()
+        with self.engine.oom.explaining():
+            super().backward(loss, **kwargs)
+            if not self._no_sync_depth:
+                self.engine.after_backward()
 
     def clip_grad_norm_(
         self,

@@ -11,12 +11,14 @@ import torch
 
 from shardplug.config import ZeroConfig
 from shardplug.errors import ConfigError
+from shardplug.memory.auto import AutoBudget, split_auto
 
 __all__ = [
     "ENVIRONMENT_NAME",
     "PREFIX",
     "make_plugin",
     "read_async_save",
+    "read_budget",
     "read_config",
     "refuse_settings",
     "with_plugin",
@@ -68,9 +70,9 @@ def read_config(zero: str | ZeroConfig | None, environment: Mapping[str, str]) -
     text = environment.get(ENVIRONMENT_NAME, "")
     launched = None
     if text.startswith(PREFIX):
-        launched = ZeroConfig.parse(_without_async(text)[0])
+        launched = ZeroConfig.parse(split_auto(_without_async(text)[0])[0])
     if isinstance(zero, str):
-        zero = ZeroConfig.parse(_without_async(zero)[0])
+        zero = ZeroConfig.parse(split_auto(_without_async(zero)[0])[0])
     elif zero is not None and not isinstance(zero, ZeroConfig):
         raise ConfigError(
             f"Expected zero to be a string or a ZeroConfig, got {type(zero).__name__}. {_HOW_TO}"
@@ -86,6 +88,26 @@ def read_config(zero: str | ZeroConfig | None, environment: Mapping[str, str]) -
     found = zero or launched
     assert found is not None
     return found
+
+
+def read_budget(zero: str | ZeroConfig | None, environment: Mapping[str, str]) -> AutoBudget | None:
+    """Find the budget of zero_auto in the string of `read_config`, or None without it.
+
+    Raises:
+        ConfigError: For an impossible value, or where Python says another thing than the YAML.
+    """
+    launched = environment.get(ENVIRONMENT_NAME, "")
+    texts = [zero] if isinstance(zero, str) else []
+    texts += [launched] if launched.startswith(PREFIX) else []
+    found = [split_auto(_without_async(text)[0])[1] for text in texts]
+    if zero is not None and texts and not isinstance(zero, str):
+        found.append(None)
+    if any(budget != found[0] for budget in found):
+        raise ConfigError(
+            f"Expected one ZeRO configuration, got zero={zero!r} in Python and "
+            f"{ENVIRONMENT_NAME}={launched!r} from the YAML. Leave one of them out."
+        )
+    return found[0] if found else None
 
 
 def read_async_save(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ class RootCalls:
         on_enter: Called before an outermost call that records gradients.
         on_exit: Called after it.
         on_leave: Called after any outermost call.
+        on_call: Told the method's name and the arguments of such a call.
+        on_error: Told the exception that ends an outermost call.
     """
 
     def __init__(
@@ -39,24 +42,32 @@ class RootCalls:
         on_enter: Callable[[], None],
         on_exit: Callable[[], None],
         on_leave: Callable[[], None] = lambda: None,
+        on_call: Callable[[str, Any, Any], None] = lambda *_: None,
+        on_error: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self._root = root
         self._on_leave = on_leave
         self._stage = stage
         self._on_enter = on_enter
         self._on_exit = on_exit
+        self._on_call = on_call
+        self._on_error = on_error
         self._depth = 0
         self.keep_gathered = False
         """Leave everything gathered, for a caller that does many calls."""
-        root.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
+        root.register_forward_pre_hook(
+            lambda _, args, kwargs: self._enter("forward", args, kwargs),
+            prepend=True,
+            with_kwargs=True,
+        )
         root.register_forward_hook(lambda *_: self._leave(), always_call=True)
         for name in methods:
-            setattr(root, name, self._followed(getattr(root, name)))
+            setattr(root, name, self._followed(name, getattr(root, name)))
 
-    def _followed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _followed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._enter()
+            self._enter(name, args, kwargs)
             try:
                 return method(*args, **kwargs)
             finally:
@@ -64,7 +75,7 @@ class RootCalls:
 
         return call
 
-    def _enter(self) -> None:
+    def _enter(self, method: str, args: Any, kwargs: Any) -> None:
         if torch.is_inference_mode_enabled():
             raise ScheduleError(
                 "Expected torch.no_grad() around an evaluation, found torch.inference_mode(): "
@@ -73,6 +84,7 @@ class RootCalls:
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled():
             self._on_enter()
+            self._on_call(method, args, kwargs)
 
     def _leave(self) -> None:
         if self._depth == 0:  # the call was refused before it began
@@ -80,6 +92,9 @@ class RootCalls:
         self._depth -= 1
         if self._depth:
             return
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._on_error(error)
         if torch.is_grad_enabled():
             # Before the copies go: the phase "after the forward" is the stage's, not the root's.
             if self._stage.reshard_after_forward:

@@ -17,8 +17,10 @@ from shardplug.fabric.entry import Entry
 from shardplug.fabric.saving import SavesState
 from shardplug.hosts import attach, comm, namespace, precision
 from shardplug.hosts.checkpoints import KeepsCheckpoints
-from shardplug.hosts.options import config_of, preset_options
+from shardplug.hosts.example import example_batch
+from shardplug.hosts.options import budget_of, config_of, preset_options
 from shardplug.hosts.world import World
+from shardplug.memory.auto import AutoBudget, auto_config
 
 if TYPE_CHECKING:
     _Base: Any  # a ParallelStrategy; which one, strategy_class says
@@ -50,6 +52,8 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
             or load that comes next. Call `fabric.strategy.wait_for_save()` at the end.
         load_rename: New names of parameters, buffers or whole modules, by those in the checkpoint
             that is loaded. A checkpoint that has an entry's new name already is taken as it is.
+        budget: For zero_auto: stage, tiers and checkpointing are the fastest that fit into it,
+            found before the module is sharded. An `AutoBudget`, or its fields as a mapping.
         process_group_backend: torch backend; left out, NCCL for CUDA and gloo for the CPU.
         timeout: How long a collective waits for a rank before it fails.
         **unknown: Refused.
@@ -74,6 +78,7 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
         prefetch: int = 1,
         async_save: bool = False,
         load_rename: Mapping[str, str] | None = None,
+        budget: AutoBudget | Mapping[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         **unknown: Any,
@@ -94,9 +99,10 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
                 **unknown,
             }
         )
-        self._join(config, process_group_backend, timeout)
+        self._join(config, process_group_backend, timeout, budget_of(budget, config))
         self._keep_checkpoints(async_save, load_rename)
         super().__init__()
+        self._loader: Any = None
         self._backward_sync_control = _sync_control(self._namespace)(self)
 
     # ---------------------------------------------------------------- the world
@@ -163,17 +169,43 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
         """Shard a module and make its optimizers train the shards. Collective."""
         attach.require_trainable(module)
-        entry = self._shard(module, several_optimizers=len(optimizers) > 1)
+        entry = self._shard(
+            module, several_optimizers=len(optimizers) > 1, optimizer=next(iter(optimizers), None)
+        )
         return entry, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
-    def _shard(self, module: nn.Module, *, several_optimizers: bool) -> nn.Module:
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Remember the loader, for zero_auto to plan with."""
+        self._loader = dataloader
+        return super().process_dataloader(dataloader)
+
+    def _shard(
+        self,
+        module: nn.Module,
+        *,
+        several_optimizers: bool,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> nn.Module:
         config = precision.with_precision(self.config, self.precision)
+        config = attach.config_for(module, config, self._budget)
         engine = attach.engine_for(module, config)
         if engine is not None:
             self._engine = self._engine or engine
             return Entry(module)
         if self._engine is None:
+            if self._budget is not None:
+                batch = self._budget.example_batch
+                config = auto_config(
+                    module,
+                    self._budget,
+                    batch=example_batch(self._loader) if batch is None else batch,
+                    optimizer=optimizer,
+                    base=config,
+                    loop="lightning",
+                    device=self.root_device,
+                )
             self._engine = attach.new_engine(config, self.root_device)
+            self._engine.oom.loop = "lightning"
         by_hand = getattr(module, "automatic_optimization", True) is False
         attach.shard(
             self._engine,
@@ -189,9 +221,11 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
 
     def backward(self, tensor: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward and complete the gradients."""
-        super().backward(tensor, module, *args, **kwargs)
-        if self._engine is not None and not self._in_window:
-            self._engine.after_backward()
+        explaining = nullcontext() if self._engine is None else self._engine.oom.explaining()
+        with explaining:
+            super().backward(tensor, module, *args, **kwargs)
+            if self._engine is not None and not self._in_window:
+                self._engine.after_backward()
 
     def clip_gradients_norm(
         self,

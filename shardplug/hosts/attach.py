@@ -12,8 +12,16 @@ from shardplug.config import ZeroConfig
 from shardplug.core.mesh import build_mesh
 from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError, ModelError
+from shardplug.memory.auto import AutoBudget
 
-__all__ = ["engine_for", "new_engine", "require_trainable", "require_unchanged", "shard"]
+__all__ = [
+    "config_for",
+    "engine_for",
+    "new_engine",
+    "require_trainable",
+    "require_unchanged",
+    "shard",
+]
 
 # Kept on the module itself: a module sharded by one Trainer may be handed to the next, which
 # makes a strategy of its own; and module and engine must be collected together.
@@ -37,6 +45,12 @@ def engine_for(module: nn.Module, config: ZeroConfig) -> ZeroEngine | None:
         engine.reshard()
         require_unchanged(module)
     return engine
+
+
+def config_for(module: nn.Module, config: ZeroConfig, budget: AutoBudget | None) -> ZeroConfig:
+    """Return the configuration of a module that zero_auto has sharded already, or the one given."""
+    engine: ZeroEngine | None = vars(module).get(_ATTRIBUTE)
+    return config if budget is None or engine is None else engine.config
 
 
 def shard(

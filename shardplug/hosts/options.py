@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardplug.config import ZeroConfig
 from shardplug.errors import ConfigError
+from shardplug.memory.auto import AUTO, AutoBudget
 
-__all__ = ["config_of", "preset_options", "refuse_checkpoint_io"]
+__all__ = ["budget_of", "config_of", "preset_options", "refuse_checkpoint_io"]
 
 
 def config_of(options: dict[str, Any]) -> ZeroConfig:
@@ -25,12 +27,44 @@ def config_of(options: dict[str, Any]) -> ZeroConfig:
     return ZeroConfig.from_fields(options)
 
 
+def budget_of(
+    budget: AutoBudget | Mapping[str, Any] | None, config: ZeroConfig
+) -> AutoBudget | None:
+    """Check the budget of zero_auto, which a YAML file gives as a mapping.
+
+    Args:
+        budget: The strategy's argument.
+        config: The strategy's other options.
+
+    Raises:
+        ConfigError: When the strategy also says what zero_auto decides.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, Mapping):
+        known = AutoBudget.__dataclass_fields__
+        unknown = sorted(set(budget) - set(known))
+        if unknown:
+            raise ConfigError(f"Expected a budget of {', '.join(known)}, got {', '.join(unknown)}.")
+        budget = AutoBudget(**budget)
+    if not isinstance(budget, AutoBudget):
+        raise ConfigError(f"Expected budget to be an AutoBudget, got {type(budget).__name__}.")
+    if (config.stage, config.offload_optimizer, config.offload_params) != (3, "none", "none"):
+        raise ConfigError(
+            "Expected the stage and the tiers to be left out where a budget is given: zero_auto "
+            "decides them."
+        )
+    return budget
+
+
 def preset_options(preset: str) -> dict[str, Any]:
     """Return the arguments that a strategy string stands for.
 
     Raises:
         ConfigError: For an unknown preset.
     """
+    if preset == AUTO:
+        return {"budget": AutoBudget()}
     config = ZeroConfig.preset(preset)
     return {name: getattr(config, name) for name in ZeroConfig.__dataclass_fields__}
 

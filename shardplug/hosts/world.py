@@ -11,6 +11,7 @@ from shardplug.config import ZeroConfig
 from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError
 from shardplug.hosts import comm, namespace
+from shardplug.memory.auto import AutoBudget
 
 __all__ = ["World"]
 
@@ -28,9 +29,16 @@ class World:
     config: ZeroConfig
     """The options; the engine's adds what the framework's precision says."""
 
-    def _join(self, config: ZeroConfig, backend: str | None, timeout: timedelta) -> None:
+    def _join(
+        self,
+        config: ZeroConfig,
+        backend: str | None,
+        timeout: timedelta,
+        budget: AutoBudget | None = None,
+    ) -> None:
         """Store the options; nothing is set up yet."""
         self.config = config
+        self._budget = budget
         self.num_nodes = 1
         self.process_group_backend = backend
         self._timeout = timeout

@@ -24,13 +24,14 @@ from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError
 from shardplug.hosts import attach, batchnorm, comm, namespace, precision
 from shardplug.hosts.checkpoints import KeepsCheckpoints
-from shardplug.hosts.options import config_of, preset_options
+from shardplug.hosts.options import budget_of, config_of, preset_options
 from shardplug.hosts.world import World
-from shardplug.lightning import callbacks
+from shardplug.lightning import automatic, callbacks
 from shardplug.lightning.precision import clip_through_engine
 from shardplug.lightning.restoring import Restores
 from shardplug.lightning.saving import Saves
 from shardplug.lightning.steps import RunsSteps
+from shardplug.memory.auto import AutoBudget
 
 if TYPE_CHECKING:
     _Base: Any  # a ParallelStrategy; which one, strategy_class says
@@ -63,6 +64,8 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
             that cannot be written ends the training. `fit` returns when the last is on disk.
         load_rename: New names of parameters, buffers or whole modules, by those in the checkpoint
             that is loaded. A checkpoint that has an entry's new name already is taken as it is.
+        budget: For zero_auto: stage, tiers and checkpointing are the fastest that fit into it,
+            found before the module is sharded. An `AutoBudget`, or its fields as a mapping.
         process_group_backend: torch backend; left out, NCCL for CUDA and gloo for the CPU.
         timeout: How long a collective waits for a rank before it fails.
         **unknown: Refused.
@@ -90,6 +93,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
         prefetch: int = 1,
         async_save: bool = False,
         load_rename: Mapping[str, str] | None = None,
+        budget: AutoBudget | Mapping[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         **unknown: Any,
@@ -110,7 +114,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
                 **unknown,
             }
         )
-        self._join(config, process_group_backend, timeout)
+        self._join(config, process_group_backend, timeout, budget_of(budget, config))
         self._keep_checkpoints(async_save, load_rename)
         super().__init__()
 
@@ -171,6 +175,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
         """Shard the connected module, and the copies that averaging callbacks keep of it."""
         module = self.lightning_module
         config = precision.with_precision(self.config, self.precision_plugin)
+        config = attach.config_for(module, config, self._budget)
         self._engine = attach.engine_for(module, config)
         if self._engine is None:
             if self._layer_sync is not None:
@@ -179,7 +184,11 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
                 if self.root_device.type == "cpu":
                     batchnorm.run_on_cpu(module)
             self.precision_plugin.convert_module(module)
+            if self._budget is not None:
+                config = automatic.decide(module, self._budget, config, self.root_device)
             self._engine = attach.new_engine(config, self.root_device)
+            self._engine.oom.loop = "lightning"
+            self._engine.oom.write_into(module.trainer.default_root_dir)
             self._shard(module)
         for copy in callbacks.average_models(module.trainer):
             if not any(copy is known for known in self._engine.models):
@@ -236,6 +245,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
         self.forget_rng()
         if self._engine is None:
             return
+        self._engine.oom.explain(exception)
         self._end_save_after(exception)
         try:
             self._engine.reset()

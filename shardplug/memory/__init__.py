@@ -9,13 +9,14 @@ from shardplug.memory.account import (
     model_states,
     paper_bytes,
 )
+from shardplug.memory.auto import AutoBudget, auto_config
 from shardplug.memory.choices import Choice, Room
 from shardplug.memory.comparison_picture import draw_comparison
 from shardplug.memory.costs import Machine, StepTime
 from shardplug.memory.counted import CountedAllocations
 from shardplug.memory.curve import PLAN_KINDS, Moved, Point, Walk
 from shardplug.memory.lora import Lora
-from shardplug.memory.oom import explained_oom, is_out_of_memory, oom_report
+from shardplug.memory.oom import OutOfMemory, explained_oom, is_out_of_memory, oom_report
 from shardplug.memory.optimizers import OPTIMIZERS, OptimizerKind
 from shardplug.memory.picture import PngSink, draw_png
 from shardplug.memory.plan import Plan, plan
@@ -39,6 +40,7 @@ __all__ = [
     "PHASES",
     "PLAN_KINDS",
     "TIER_KINDS",
+    "AutoBudget",
     "Choice",
     "CountedAllocations",
     "ElementBytes",
@@ -52,6 +54,7 @@ __all__ = [
     "Moment",
     "Moved",
     "OptimizerKind",
+    "OutOfMemory",
     "ParameterSize",
     "Plan",
     "PlanSink",
@@ -68,6 +71,7 @@ __all__ = [
     "accelerate_yaml",
     "as_dict",
     "as_text",
+    "auto_config",
     "bytes_per_parameter",
     "draw_comparison",
     "draw_plan",

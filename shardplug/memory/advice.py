@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from shardplug.memory.choices import GIB, Choice, evaluate
 from shardplug.memory.costs import Machine
+from shardplug.memory.optimizers import fused_kind
 from shardplug.memory.request import Request
 from shardplug.memory.segments import Segments
 from shardplug.memory.work import Work
@@ -69,10 +70,11 @@ def advice(
     if tiered is not None:
         yield f"{tiered.name} would fit: {tiered.unavailable}."
     work_bytes = least.walk.peak.held["optimizer_work"]
-    if work_bytes > GIB // 10:
+    fused = fused_kind(work.setup.optimizer)
+    if work_bytes > GIB // 10 and fused is not None:
         yield (
             f"The optimizer's step needs {work_bytes / GIB:.1f} GiB for a moment: a fused one "
-            f"(torch.optim.AdamW(..., fused=True); plan with {work.setup.optimizer.name}_fused) "
+            f"(fused=True in the optimizer; plan with --optimizer {fused.name}) "
             "does without."
         )
     if request.micro_batch > 1:

@@ -59,11 +59,15 @@ def make_meter(device: torch.device, books_bytes: int) -> Meter:
         return _BooksMeter()
 
 
-def read_total(device: torch.device) -> int | None:
-    """Return what the device's allocator has handed out; None on a CPU, where no one knows."""
-    if device.type == "cpu":
+def private_bytes() -> int | None:
+    """Return the resident memory of this process that is its own, or None where unknown."""
+    try:
+        import resource
+
+        _, resident, shared = map(int, (_PROC / "statm").read_text().split()[:3])
+    except (ImportError, OSError, ValueError):
         return None
-    return int(torch.get_device_module(device).memory_allocated(device))
+    return (resident - shared) * resource.getpagesize()
 
 
 class _AllocatorMeter:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import sys
-import traceback
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
-from shardplug.core._torch import gathered_units
-from shardplug.memory.choices import GIB, Choice
-from shardplug.memory.meter import read_total
-from shardplug.memory.plan import Plan
-from shardplug.memory.report import lightning_line
-from shardplug.memory.row import BOOK_KINDS
+from shardplug.errors import StorageError
+from shardplug.memory.choices import Choice
+from shardplug.memory.curve import Point
+from shardplug.memory.remedies import Remedy, gib, in_words
 
-__all__ = ["explained_oom", "is_out_of_memory", "oom_report"]
+if TYPE_CHECKING:
+    from shardplug.memory.oom_watch import OomWatch
+    from shardplug.memory.plan import Plan
 
+__all__ = ["OutOfMemory", "explained_oom", "is_out_of_memory", "oom_report", "place_of"]
+
+_OTHER = "everything else"
+_CODES = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+_FULL = tuple(os.strerror(code) for code in _CODES)
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _REMEDIES = {
-    "activations and other": (
+    _OTHER: (
         "activation_checkpointing=True: activations are computed again in the backward, which "
         "takes about a third more time",
         "a smaller micro-batch with more accumulation: the same bytes are moved more often",
@@ -37,34 +44,29 @@ _REMEDIES = {
         "more devices: each holds a smaller share",
     ),
     "optimizer_state_cpu": ('offload_optimizer="nvme": the state is in files',),
+    "optimizer_state_nvme": ("another nvme_path, or files removed from this one",),
     "master_shards": ("more devices: each holds a smaller share",),
 }
 
 
-class HeldEngine(Protocol):
-    """The part of `shardplug.ZeroEngine` that a report needs."""
+class _Watched(Protocol):
+    """The part of `shardplug.ZeroEngine` that is used here."""
 
     @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The sharded models."""
-
-    def memory(self) -> dict[str, int]:
-        """Bytes held on this rank, by kind."""
+    def oom(self) -> OomWatch:
+        """What explains its errors."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be allocated, on a device or on the host."""
+    """Whether an error says that there was no room, on a device, on the host or on a drive."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    text = str(error).lower()
+    if isinstance(error, OSError):
+        return error.errno in _CODES
+    text = str(error)
+    if isinstance(error, StorageError):
+        return "Expected room for" in text or any(words in text for words in _FULL)
+    text = text.lower()
     return isinstance(error, RuntimeError) and (
         "out of memory" in text or "can't allocate memory" in text
     )
@@ -72,79 +74,174 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explained_oom(
-    engine: HeldEngine,
+    engine: _Watched,
     folder: str | os.PathLike[str] = ".",
     *,
     plan: Plan | None = None,
     running: Choice | None = None,
 ) -> Iterator[None]:
-    """Explain an out-of-memory error of the training inside, and let it through.
+    """Explain an out-of-memory error of the code inside, and let it through.
 
         with explained_oom(engine, "runs", plan=found, running=found.best):
             train()
 
-    The report goes into `out_of_memory.txt` of the folder, and to stderr: once, from the first
-    rank that runs out, where the ranks share the folder. A process that the system kills for its
-    memory (a cgroup's limit) raises nothing, so there is no report.
+    The engine and the adapters explain errors of forwards, backwards and steps without being
+    asked. This names the folder of the report (`out_of_memory.txt`), gives it a plan made
+    beforehand, and covers code outside of the steps too.
 
     Args:
         engine: The engine.
         folder: Folder of the report.
-        plan: What was planned, for settings that free memory, with their cost.
+        plan: What was planned; without it, the engine plans from what it has seen.
         running: The choice of the plan that runs.
     """
-    path = Path(folder) / "out_of_memory.txt"
-    if engine.rank == 0:
-        path.unlink(missing_ok=True)
-    try:
+    watch = engine.oom
+    watch.write_into(folder)
+    watch.expect(plan, running)
+    with watch.explaining():
         yield
-    except BaseException as error:
-        if is_out_of_memory(error):
-            _publish(engine, error, path, plan, running)
-        raise
 
 
-def _publish(
-    engine: HeldEngine,
-    error: BaseException,
-    path: Path,
-    plan: Plan | None,
-    running: Choice | None,
-) -> None:
-    held = _on_the_device(engine)
-    phase, module = _place(error.__traceback__, engine.models)
-    names = [name for model in engine.models for name in gathered_units(model)]
-    text = oom_report(
-        error,
-        rank=engine.rank,
-        phase=phase,
-        module=module,
-        gathered=names,
-        held=held,
-        total=read_total(engine.device),
-        plan=plan,
-        running=running,
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text + "\n" + "".join(traceback.format_exception(error)))
-    except FileExistsError:
-        return  # another rank was first
-    except OSError as failure:
-        text += f"\n(The report could not be written to {path}: {failure})"
-    print(text, file=sys.stderr, flush=True)
+@dataclass(kw_only=True)
+class OutOfMemory:
+    """What is known of one failure; sizes in bytes."""
+
+    error: BaseException | None
+    """None where a limit is near and nothing has failed."""
+    rank: int
+    phase: str
+    """What the rank was doing, for example "the forward"."""
+    module: str = ""
+    """Module whose code was running, or nothing."""
+    gathered: list[str] = field(default_factory=list)
+    """Units that were whole."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Model states by kind, the engine's books: those in the memory that ran out."""
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
+    """The others: in files, and on a GPU in the host's memory."""
+    total: int | None = None
+    """All that the device's allocator or the process held for training, where that is known."""
+    limit: str = ""
+    """Which limit, in words."""
+    running: Choice | None = None
+    """The choice of a plan that runs."""
+    remedies: list[Remedy] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the reader should know about the figures."""
+
+    @property
+    def requested(self) -> int:
+        """Bytes that could not be allocated, as the error says, or 0."""
+        pattern = r"(?:[Tt]ried to allocate|room for) (\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
+        found = re.search(pattern, str(self.error))
+        return int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
+
+    @property
+    def planned_here(self) -> Point | None:
+        """What the plan says of the moment: the unit of the module that ran, or the phase."""
+        if self.running is None:
+            return None
+        short = {"the forward": "forward", "the backward": "backward"}.get(self.phase, "step")
+        points = [point for point in self.running.walk.points if point.phase == short]
+        inside = [
+            point
+            for point in points
+            if point.unit and (self.module + ".").startswith(point.unit + ".")
+        ]
+        return max(inside or points, key=lambda point: point.total, default=None)
+
+    def rows(self) -> list[tuple[str, int | None, int | None, int | None]]:
+        """Return (kind, held, planned at this moment, planned at the peak), the largest first."""
+        here = self.planned_here.held if self.planned_here is not None else {}
+        peak = self.running.walk.peak.held if self.running is not None else {}
+        kinds: dict[str, int | None] = dict.fromkeys([*self.held, *peak])
+        kinds.update(self.held)
+        if self.total is not None:
+            kinds[_OTHER] = max(0, self.total - sum(self.held.values()))
+        rows = [(kind, size, here.get(kind), peak.get(kind)) for kind, size in kinds.items()]
+        return sorted((row for row in rows if any(row[1:])), key=_size, reverse=True)
+
+    @property
+    def largest(self) -> str:
+        """The kind that is largest, held or at the planned peak; "" where nothing is known."""
+        if isinstance(self.error, StorageError) and self.elsewhere:
+            return max(self.elsewhere, key=lambda kind: self.elsewhere[kind])
+        rows = self.rows()
+        if self.running is not None:  # the plan says what everything else is
+            rows = [row for row in rows if row[0] != _OTHER]
+        return rows[0][0] if rows else ""
 
 
-def _on_the_device(engine: HeldEngine) -> dict[str, int]:
-    """Leave out what is in files, and on a GPU what is in the host's memory."""
-    held = engine.memory()
-    if engine.device.type == "cpu":
-        return {kind: size for kind, size in held.items() if not kind.endswith("_nvme")}
-    return {kind: held[kind] for kind in BOOK_KINDS}
+def _size(row: tuple[str, int | None, int | None, int | None]) -> int:
+    """How large a kind counts: at the planned peak, unless clearly more was held before it."""
+    held, here, peak = (size or 0 for size in row[1:])
+    return held if held > 1.1 * peak else max(peak, 0 if peak else here)
 
 
-def _place(trace: TracebackType | None, models: list[nn.Module]) -> tuple[str, str]:
+def oom_report(failure: OutOfMemory) -> str:
+    """Write the report of an out-of-memory error.
+
+    Args:
+        failure: What is known of it.
+    """
+    where = f" in {failure.module}" if failure.module else ""
+    if failure.error is None:
+        lines = [f"shardplug: rank {failure.rank} is close to running out of memory."]
+    else:
+        text = str(failure.error).partition(chr(10))[0]
+        lines = [
+            f"shardplug: rank {failure.rank} ran out of memory during {failure.phase}{where}.",
+            f"  {type(failure.error).__name__}: {text}",
+        ]
+    if failure.limit:
+        lines.append(f"  limit: {failure.limit}")
+    names = failure.gathered
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    lines.append(f"  whole units: {', '.join(n or 'the root' for n in names[:4]) or 'none'}{more}")
+    lines += _table(failure)
+    largest = failure.largest
+    lines.append(f"  the largest kind is {largest or 'unknown'}. What frees most:")
+    lines += _advice(failure, largest)
+    lines += [f"  ({note})" for note in failure.notes]
+    return "\n".join(lines)
+
+
+def _table(failure: OutOfMemory) -> Iterator[str]:
+    planned = failure.running is not None
+    heads = ["held", *(["planned here", "planned at the peak"] if planned else [])]
+    yield "  " + f"{'':24s}" + "".join(f"{head:>21s}" for head in heads)
+    for kind, *sizes in failure.rows():
+        cells = ["" if size is None else gib(size) for size in (sizes if planned else sizes[:1])]
+        yield "  " + f"{kind:24s}" + "".join(f"{cell:>21s}" for cell in cells)
+    if failure.total is not None or planned:
+        here, sums = failure.planned_here, ["" if failure.total is None else gib(failure.total)]
+        if failure.running is not None:
+            sums += ["" if here is None else gib(here.total), gib(failure.running.device)]
+        yield "  " + f"{'all':24s}" + "".join(f"{cell:>21s}" for cell in sums)
+    if failure.requested:
+        yield f"  asked for when it failed: {gib(failure.requested)}"
+    for kind, size in failure.elsewhere.items():
+        yield f"  elsewhere: {kind} {gib(size)}"
+    if failure.running is not None:
+        peak = failure.running.walk.peak
+        place = " ".join(part for part in (peak.phase, peak.unit) if part)
+        yield f"  the planned peak is in: {place}"
+
+
+def _advice(failure: OutOfMemory, largest: str) -> Iterator[str]:
+    for number, remedy in enumerate(failure.remedies, 1):
+        yield f"  {number}. {in_words(remedy)}"
+        yield from (f"       {line}" for line in remedy.lines)
+    if failure.remedies:
+        return
+    order = [largest, *(kind for kind, *_ in failure.rows())]
+    found = dict.fromkeys(line for kind in order for line in _REMEDIES.get(kind, ()))
+    if not found:
+        yield "  more devices, or a smaller micro-batch"
+    yield from (f"  {number}. {line}" for number, line in enumerate(list(found)[:3], 1))
+
+
+def place_of(trace: TracebackType | None, models: list[nn.Module]) -> tuple[str, str]:
     """Read the phase, and the innermost module whose code was running, from a traceback."""
     names = {module: name for model in models for name, module in model.named_modules()}
     phase, found = "", ""
@@ -159,68 +256,3 @@ def _place(trace: TracebackType | None, models: list[nn.Module]) -> tuple[str, s
             found = names[owner] or type(owner).__name__
         trace = trace.tb_next
     return phase or "training", found
-
-
-def oom_report(
-    error: BaseException,
-    *,
-    rank: int,
-    phase: str,
-    module: str,
-    gathered: list[str],
-    held: Mapping[str, int],
-    total: int | None,
-    plan: Plan | None = None,
-    running: Choice | None = None,
-) -> str:
-    """Write the report of an out-of-memory error.
-
-    Args:
-        error: The error.
-        rank: Rank that ran out.
-        phase: What it was doing, for example "the forward".
-        module: Module whose code was running, or nothing.
-        gathered: Units that were whole.
-        held: Model states by kind, the engine's books.
-        total: Bytes that the device's allocator or the process held, where that is known.
-        plan: What was planned.
-        running: The choice that runs.
-    """
-    kinds = {kind: size for kind, size in held.items() if size}
-    if total is not None:
-        kinds["activations and other"] = max(0, total - sum(held.values()))
-    where = f" in {module}" if module else ""
-    lines = [
-        f"shardplug: rank {rank} ran out of memory during {phase}{where}.",
-        f"  {type(error).__name__}: {str(error).partition(chr(10))[0]}",
-        f"  whole units: {', '.join(gathered[:4]) or 'none'}"
-        + (f" and {len(gathered) - 4} more" if len(gathered) > 4 else ""),
-        "  held:",
-    ]
-    planned = running.walk.peak.held if running is not None else {}
-    for kind, size in sorted(kinds.items(), key=lambda item: -item[1]):
-        beside = f"   (planned at the peak: {planned[kind] / GIB:.3g})" if kind in planned else ""
-        lines.append(f"    {kind:24s} {size / GIB:9.3g} GiB{beside}")
-    if running is not None:
-        lines.append(
-            f"  planned peak: {running.walk.peak.total / GIB:.3g} GiB during "
-            f"{running.walk.peak.phase} {running.walk.peak.unit}".rstrip()
-        )
-    largest = max(kinds, key=kinds.__getitem__, default="")
-    lines.append(f"  the largest kind is {largest or 'unknown'}. What frees most:")
-    lines += [f"  {n}. {line}" for n, line in enumerate(_remedies(kinds, plan, running), 1)]
-    return "\n".join(lines)
-
-
-def _remedies(kinds: Mapping[str, int], plan: Plan | None, running: Choice | None) -> list[str]:
-    if plan is not None and running is not None:
-        less = [c for c in plan.choices if not c.unavailable and c.device < running.device]
-        less.sort(key=lambda c: c.device)
-        return [
-            f"{c.name}: {(running.device - c.device) / GIB:.3g} GiB less, a step takes "
-            f"{c.time.total / running.time.total:.2f} times as long: {lightning_line(plan, c)}"
-            for c in less[:3]
-        ] or ["more devices, or a smaller micro-batch: no other setting of the plan holds less"]
-    order = sorted(kinds, key=lambda kind: -kinds[kind])
-    found = [line for kind in order for line in _REMEDIES.get(kind, ())]
-    return list(dict.fromkeys(found))[:3]

@@ -1,0 +1,193 @@
+"""The plan of a run under way: what the engine has seen of it, turned into a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardplug.config import ZeroConfig
+from shardplug.core._torch import tree_leaves, tree_map
+from shardplug.memory.choices import Choice, Room
+from shardplug.memory.optimizers import OptimizerKind
+from shardplug.memory.plan import Plan, plan
+from shardplug.memory.request import Loop
+from shardplug.memory.twin import NoCollectives
+
+__all__ = ["Call", "Running", "batch_size", "loss_of", "settings_of"]
+
+_PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The latest call into a model, without its values."""
+
+    method: str
+    """"forward", or another method that computes with the parameters."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Everything the model was called with."""
+        return {"args": self.args, "kwargs": self.kwargs}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running:
+    """What the engine knows of a run."""
+
+    config: ZeroConfig
+    twin: nn.Module
+    """The model's structure, on meta."""
+    call: Call
+    devices: int
+    """Ranks on one node."""
+    nodes: int
+    device: str
+    """"cuda" or "cpu"."""
+    optimizer: OptimizerKind
+    accumulate: int
+    loop: Loop
+
+    def plan(
+        self,
+        *,
+        divided: int = 1,
+        optimizer: OptimizerKind | None = None,
+        prefetch: int | None = None,
+        alone: bool = False,
+        room: Room | None = None,
+    ) -> Plan:
+        """Plan the run as it is, or with one thing changed.
+
+        Args:
+            divided: By what the micro-batch is divided, and the accumulation multiplied.
+            optimizer: Another optimizer.
+            prefetch: Another number of units gathered ahead.
+            alone: Look at the stage and the checkpointing that run only.
+            room: What may be used; left out, whether a choice fits means nothing.
+
+        Raises:
+            Exception: Whatever planning raises.
+        """
+        config = self.config
+        size = batch_size(self.call.inputs)
+        assert isinstance(config.param_dtype, (torch.dtype, type(None)))
+        precision = _PRECISIONS.get(config.param_dtype or torch.float32, "32-true")
+        assert isinstance(config.reduce_dtype, (torch.dtype, type(None)))
+        if room is None:
+            room = Room(device_gib=1.0, reserve_gib=0.0)
+        fixed = alone or config.activation_checkpointing
+        with NoCollectives(), torch.enable_grad():  # type: ignore[no-untyped-call]
+            return plan(
+                self.twin,
+                devices=self.devices,
+                nodes=self.nodes,
+                device_memory_gib=room.device_gib,
+                host_memory_gib=room.host_gib,
+                nvme_gib=room.nvme_gib,
+                micro_batch=max(1, size // divided),
+                accumulate=self.accumulate * divided,
+                precision=precision,
+                reduce_dtype=config.reduce_dtype,
+                optimizer=optimizer or self.optimizer,
+                activation_checkpointing=config.activation_checkpointing if fixed else None,
+                stage=config.stage if alone else None,
+                replicate_size=config.replicate_size,
+                prefetch=config.prefetch if prefetch is None else prefetch,
+                units=config.units,
+                device="cpu" if self.device == "cpu" else "cuda",
+                loop=self.loop,
+                batch=_divide(self.call.inputs, size, divided),
+                loss=self._loss,
+                reserve_gib=room.reserve_gib,
+            )
+
+    def choice(self, found: Plan) -> Choice | None:
+        """Return the choice of a plan that runs, or None where the plan does not have it."""
+        wanted = (
+            self.config.stage,
+            self.config.offload_optimizer,
+            self.config.offload_params,
+            self.config.activation_checkpointing,
+        )
+        for choice in found.choices:
+            if wanted == settings_of(choice):
+                return choice
+        return None
+
+    def _loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        output = getattr(model, self.call.method)(*batch["args"], **batch["kwargs"])
+        return loss_of(output, batch)
+
+
+def settings_of(choice: Choice) -> tuple[Any, ...]:
+    """Return the four settings of a choice: stage, the two tiers, checkpointing."""
+    return (
+        choice.stage,
+        choice.offload_optimizer,
+        choice.offload_params,
+        choice.activation_checkpointing,
+    )
+
+
+def loss_of(output: Any, batch: Any) -> torch.Tensor:
+    """Find the loss in what a model returned, or make one up that holds as much.
+
+    A loss that the training loop computes is not seen here. Logits, whose last dimension is that
+    of classes, get a cross entropy; anything else the mean of its squares.
+
+    Args:
+        output: What the model returned.
+        batch: What it was called with.
+
+    Raises:
+        ValueError: When nothing in the output depends on the parameters.
+    """
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if isinstance(loss, torch.Tensor):
+        return loss
+    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not tensors:
+        raise ValueError("nothing in the model's output depends on its parameters")
+    if len(tensors) == 1 and tensors[0].ndim == 0:
+        return tensors[0]
+    tokens = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and _is_ids(t)]
+    losses = []
+    for tensor in tensors:
+        ids = next((t for t in tokens if t.shape == tensor.shape[:-1]), None)
+        if ids is not None and tensor.ndim > 1:
+            losses.append(F.cross_entropy(tensor.flatten(0, -2).float(), ids.flatten()))
+        else:
+            losses.append(tensor.float().pow(2).mean())
+    return torch.stack(losses).sum()
+
+
+def _is_ids(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.int64 and tensor.ndim > 0
+
+
+def batch_size(inputs: Any) -> int:
+    """Return the samples of a micro-batch: the first dimension that most tensors have."""
+    sizes = [t.shape[0] for t in tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.ndim]
+    return Counter(sizes).most_common(1)[0][0] if sizes else 1
+
+
+def _divide(inputs: Any, size: int, divided: int) -> Any:
+    """Shorten every tensor of a batch in its first dimension."""
+
+    def shorter(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] != size:
+            return value
+        return value[: max(1, size // divided)]
+
+    return tree_map(shorter, inputs) if divided > 1 else inputs

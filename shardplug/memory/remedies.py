@@ -1,0 +1,242 @@
+"""Settings that hold less than the one that ran out of memory, with their cost and their line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from shardplug.memory.choices import GIB, Choice
+from shardplug.memory.observed import Running, batch_size, settings_of
+from shardplug.memory.optimizers import fused_kind
+from shardplug.memory.plan import Plan
+from shardplug.memory.report import accelerate_yaml, lightning_line
+
+__all__ = ["Remedy", "Room", "gib", "in_words", "is_known", "remedies"]
+
+_NUMBER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What training may use, in bytes."""
+
+    capacity: int
+    """Of one device."""
+    host: int | None = None
+    """Of one node's memory beside the device, or None where unknown."""
+    nvme: int | None = None
+    """Of the drive behind the swap folder, or None where unknown."""
+    refused: str = ""
+    """Tier that has just refused to hold the state, or nothing."""
+
+    def over(self, choice: Choice) -> int:
+        """Return the bytes by which a choice is too large where it misses most, or 0."""
+        missing = [choice.device - self.capacity]
+        if self.host is not None:
+            missing.append(choice.host - self.host)
+        if self.nvme is not None:
+            missing.append(choice.disk - self.nvme)
+        return max(0, *missing)
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One change."""
+
+    what: str
+    freed: int
+    """Bytes of one device that it holds less than the run at its planned peak."""
+    over: int
+    """Bytes that it still holds too much, or 0."""
+    slower: float
+    """How many times as long a step takes, by the plan."""
+    lines: tuple[str, ...]
+    """The lines to change."""
+    single: bool
+    """Whether one setting changes, and not several."""
+
+
+def remedies(run: Running, found: Plan, room: Room) -> list[Remedy]:
+    """Find the settings to take instead.
+
+    Those that are predicted to fit come first, the fastest of them in front, single changes
+    before several at once; then those that free most.
+
+    Args:
+        run: The run.
+        found: Its plan.
+        room: What it may use.
+    """
+    running = run.choice(found)
+    if running is None:
+        return []
+    singles = list(_singles(run, found, running, room))
+    if room.refused or not any(remedy.over == 0 for remedy in singles):
+        singles += _several(run, found, running, room)
+    chosen = [remedy for remedy in singles if remedy.freed > 0 or room.refused]
+    chosen.sort(key=_worth)
+    return chosen[:_NUMBER]
+
+
+def _worth(remedy: Remedy) -> tuple[bool, bool, float, int]:
+    fits = remedy.over == 0
+    return not fits, fits and not remedy.single, fits * round(remedy.slower, 2), -remedy.freed
+
+
+def _singles(run: Running, found: Plan, running: Choice, room: Room) -> Iterator[Remedy]:
+    now = settings_of(running)
+    for choice in _possible(found, room):
+        changed = [a != b for a, b in zip(settings_of(choice), now, strict=True)]
+        if sum(changed) == 1:
+            yield _remedy(run, found, choice, running, room)
+    if room.refused:
+        return  # less on the device does not make room there
+    size = batch_size(run.call.inputs)
+    for divided in _divisors(size):
+        smaller = run.plan(divided=divided, alone=True)
+        less = run.choice(smaller)
+        if less is not None and (not room.over(less) or divided == size):
+            yield _remedy(run, smaller, less, running, room, divided=divided)
+            break
+    if run.config.stage == 3 and run.config.prefetch:
+        later = run.plan(prefetch=0, alone=True)
+        less = run.choice(later)
+        if less is not None:
+            yield _remedy(run, later, less, running, room, prefetch=0)
+    fused = fused_kind(run.optimizer)
+    if fused is not None and running.walk.peak.held["optimizer_work"]:
+        quiet = run.plan(optimizer=fused, alone=True)
+        less = run.choice(quiet)
+        if less is not None:
+            yield _remedy(run, quiet, less, running, room, fused=True)
+
+
+def _several(run: Running, found: Plan, running: Choice, room: Room) -> Iterator[Remedy]:
+    """Several changes at once: any stage, tier and checkpointing, then the smallest batch too."""
+    fitting = [choice for choice in _possible(found, room) if not room.over(choice)]
+    if not fitting:  # then the slowest will do, though it is planned by a formula
+        fitting = [c for c in found.choices if not c.unavailable and not room.over(c)]
+    for choice in fitting:
+        if settings_of(choice) != settings_of(running):
+            yield _remedy(run, found, choice, running, room, single=False)
+    size = batch_size(run.call.inputs)
+    if fitting or size == 1:
+        return
+    smallest = run.plan(divided=size)
+    for choice in _possible(smallest, room):
+        yield _remedy(run, smallest, choice, running, room, divided=size, single=False)
+
+
+def _possible(found: Plan, room: Room) -> Iterable[Choice]:
+    able = [choice for choice in found.choices if is_known(choice)]
+    return [c for c in able if not room.refused or c.offload_optimizer != room.refused]
+
+
+def is_known(choice: Choice) -> bool:
+    """Whether a choice can be run, and is planned from how it runs.
+
+    Parameters outside the device are planned by a formula that leaves their buffers out, so they
+    are not recommended.
+    """
+    return not choice.unavailable and choice.offload_params == "none"
+
+
+def _divisors(size: int) -> Iterator[int]:
+    """Halve a batch as long as that is possible, then take single samples."""
+    divided = 2
+    while size % divided == 0 and divided < size:
+        yield divided
+        divided *= 2
+    if size > 1:
+        yield size
+
+
+def _remedy(
+    run: Running,
+    found: Plan,
+    choice: Choice,
+    running: Choice,
+    room: Room,
+    *,
+    divided: int = 1,
+    prefetch: int | None = None,
+    fused: bool = False,
+    single: bool = True,
+) -> Remedy:
+    words = []
+    if settings_of(choice) != settings_of(running):
+        words.append(_change(choice, running))
+    if divided > 1:
+        words.append(
+            f"a micro-batch of {found.request.micro_batch}, accumulated "
+            f"{found.request.accumulate} times"
+        )
+    if prefetch is not None:
+        words.append(f"prefetch={prefetch}: units are gathered when they are needed")
+    if fused:
+        words.append("fused=True in the optimizer, whose step then needs no work space")
+    lines = _lines(run, found, choice)
+    if fused:
+        lines = ("the optimizer: fused=True", *lines)
+    return Remedy(
+        what=", ".join(words),
+        freed=running.device - choice.device,
+        over=room.over(choice),
+        slower=choice.time.total / running.time.total if running.time.total else 1.0,
+        lines=lines,
+        single=single,
+    )
+
+
+def _change(choice: Choice, running: Choice) -> str:
+    words = []
+    if choice.stage != running.stage:
+        words.append(f"stage={choice.stage}")
+    for name in ("offload_optimizer", "offload_params"):
+        if getattr(choice, name) != getattr(running, name):
+            words.append(f'{name}="{getattr(choice, name)}"')
+    if choice.activation_checkpointing != running.activation_checkpointing:
+        words.append(f"activation_checkpointing={choice.activation_checkpointing}")
+    return ", ".join(words)
+
+
+def _lines(run: Running, found: Plan, choice: Choice) -> tuple[str, ...]:
+    """Return the line for each door, with the run's own swap folder where it has one."""
+    path = run.config.nvme_path
+    yaml = [
+        line.strip()
+        for line in accelerate_yaml(found, choice).splitlines()
+        if "fsdp_sharding_strategy" in line
+        or ("gradient_accumulation_steps" in line and found.request.accumulate > 1)
+    ]
+    lines = [f"Lightning:  {lightning_line(found, choice)}", f"Accelerate: {'; '.join(yaml)}"]
+    if run.loop == "pytorch":
+        lines.append(f"engine:     {_config_line(found, choice)}")
+    return tuple(line if path is None else line.replace("/mnt/nvme", path) for line in lines)
+
+
+def _config_line(found: Plan, choice: Choice) -> str:
+    fields = [f"stage={choice.stage}"]
+    for name in ("offload_optimizer", "offload_params"):
+        if getattr(choice, name) != "none":
+            fields.append(f'{name}="{getattr(choice, name)}"')
+    if choice.offload_optimizer == "nvme":
+        fields.append('nvme_path="/mnt/nvme"')
+    if choice.activation_checkpointing:
+        fields.append("activation_checkpointing=True")
+    for name, default in (("prefetch", 1), ("replicate_size", 1)):
+        if getattr(found.request, name) != default:
+            fields.append(f"{name}={getattr(found.request, name)}")
+    return f"ZeroConfig({', '.join(fields)})"
+
+
+def in_words(remedy: Remedy) -> str:
+    """Say what a remedy changes, frees and costs, in one line."""
+    freed = f"{gib(abs(remedy.freed))} {'less' if remedy.freed >= 0 else 'more'}"
+    fits = "fits" if not remedy.over else f"still {gib(remedy.over)} too much"
+    return f"{remedy.what}: {freed}, {fits}; a step takes {remedy.slower:.2f} times as long"
+
+
+def gib(size: int) -> str:
+    """Write a number of bytes in GiB, or in MiB where it is small."""
+    return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / 2**20:.3g} MiB"
