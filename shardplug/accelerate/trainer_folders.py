@@ -185,7 +185,7 @@ def last_whole_checkpoint(folder: str) -> str | None:
     Returns:
         Its path, or None. Those passed over are warned of on rank 0.
     """
-    passed_over = []
+    passed_over: list[str] = []
     for path in _newest_first(Path(folder)):
         reason = _why_not_whole(path)
         if reason is None:
