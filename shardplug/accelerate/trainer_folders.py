@@ -9,6 +9,7 @@ number of ranks or framework reads it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from torch import nn
 from shardplug.accelerate.states import bare_optimizer
 from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
 from shardplug.checkpoint import manifest as manifests
-from shardplug.checkpoint.collective import from_rank_0, rank_and_size
+from shardplug.checkpoint.collective import from_rank_0
 from shardplug.errors import CheckpointError
 
 __all__ = [
@@ -189,7 +190,8 @@ def last_whole_checkpoint(folder: str) -> str | None:
     for path in _newest_first(Path(folder)):
         reason = _why_not_whole(path)
         if reason is None:
-            if passed_over and rank_and_size()[0] == 0:
+            # Scripts ask before the process group is up: the launcher's number counts.
+            if passed_over and os.environ.get("RANK", "0") == "0":
                 warnings.warn(
                     f"Resuming from {path}, the newest whole checkpoint in {folder}. Passed over: "
                     + "; ".join(passed_over),

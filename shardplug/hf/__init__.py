@@ -1,17 +1,18 @@
 """Hugging Face models whose weights are read from safetensors files, each rank its own rows."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from shardplug.hf.loading import LoadReport, load_pretrained
 from shardplug.hf.pretrained import from_pretrained
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from shardplug.hf.memory_curve import MemoryCurve
 
 __all__ = ["LoadReport", "MemoryCurve", "from_pretrained", "load_pretrained"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     # Only the callback needs Accelerate, which loading does not.
     if name == "MemoryCurve":
         from shardplug.hf.memory_curve import MemoryCurve

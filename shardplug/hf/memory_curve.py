@@ -24,7 +24,7 @@ __all__ = ["MemoryCurve"]
 _GIB = 2**30
 
 
-class MemoryCurve(TrainerCallback):  # type: ignore[misc]
+class MemoryCurve(TrainerCallback):
     """Records the memory of every rank, by kind, over the phases of each optimizer step.
 
         Trainer(model=model, args=args, callbacks=[shardplug.hf.MemoryCurve()])
