@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from shardplug.checkpoint import inspect
+from tests.adapters.hf_trainer.common import launched
 from tests.recipes.test_recipes import ROOT, environment
+from tests.support.pool import RankPool
 
 GUIDE = (ROOT / "docs" / "guides" / "hf_trainer.md").read_text()
 WORDS = "a file is read and then the list of values comes back as text to the user".split()
@@ -102,24 +106,33 @@ def test_sft_on_the_tiny_model(data: Path, tmp_path: Path) -> None:
     check_report(start("finetune_trl_sft.py", data, tmp_path).stdout, tmp_path)
 
 
+def go_on(**options: Any) -> list[str]:
+    """Run the recipe again in a resident rank, and return the warnings."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    with launched("zero2"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recipe = importlib.import_module("finetune_hf_trainer")
+        recipe.main(recipe.Options(wandb="off", resume="last", **options))
+    return [str(warning.message) for warning in caught]
+
+
 def test_trainer_on_a_model_folder_goes_on_after_a_kill(
-    data: Path, model: Path, tmp_path: Path
+    data: Path, model: Path, tmp_path: Path, pool: RankPool
 ) -> None:
-    command = ("finetune_hf_trainer.py", data, tmp_path, "--model", str(model))
-    command += ("--learning_rate", "4e-3")
-    check_report(start(*command).stdout, tmp_path)
+    options = {"model": str(model), "learning_rate": 4e-3}
+    spelled = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    check_report(start("finetune_hf_trainer.py", data, tmp_path, *spelled).stdout, tmp_path)
     expected = losses(tmp_path, 6)
     assert list(expected) == [1, 2, 3, 4, 5, 6]
     (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()  # as if killed while it was saved
-    resumed = start(*command, "--wandb", "off", "--resume", "last")
-    assert resumed.stderr.count("checkpoint-6 was not finished") == 1
-    assert losses(tmp_path, 6) == pytest.approx(expected, rel=1e-6)
+    options |= {"steps": 6, "save_every": 3, "seq_length": 48, "held_out_rows": 8}
+    told = pool.run(go_on, 2, data=str(data), out=str(tmp_path), **options)
+    assert sum("checkpoint-6 was not finished" in text for text in told[0] + told[1]) == 1
+    assert losses(tmp_path, 6) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["finetune_hf_trainer", "finetune_trl_sft"])
 def test_a_checkpoint_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
-    import importlib
-
     from text import RecipeError
 
     recipe = importlib.import_module(name)
