@@ -82,7 +82,10 @@ def other_ways(out: Path, world_size: int) -> dict[str, Any]:
             {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
             {},
         ),
-        "sgd": ({"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1}, {}),
+        "own optimizer": (
+            {"max_grad_norm": 0.0},
+            {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})},
+        ),
     }
     for name, (changes, options) in ways.items():
         settings = arguments(out, world_size, save_strategy="no", max_steps=3, **changes)

@@ -141,3 +141,37 @@ def test_a_plain_engine_reads_trainers_checkpoint(whole: Any, pool: RankPool) ->
     found = pool.run(engine_reads, 2, whole[0] / "checkpoint-6")
     expected = float(whole[1]["state"]["model.norm.weight"].double().sum())
     assert found == [expected, expected]
+
+
+def as_plain_accelerate_saves(out: Path, kind: str) -> dict[str, Any]:
+    """Write checkpoints with Accelerate's own functions, which Trainer calls where FSDP2 shards."""
+    import os
+
+    import torch.distributed as dist
+    import transformers.trainer
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+    os.environ["FSDP_STATE_DICT_TYPE"] = kind
+    with launched("zero3"):
+        transformers.trainer.save_fsdp_model = save_fsdp_model
+        transformers.trainer.save_fsdp_optimizer = save_fsdp_optimizer
+        return run(out, build(), world_size=dist.get_world_size())
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_checkpoint_of_plain_accelerate_is_resumed(
+    kind: str, whole: Any, pool: RankPool, tmp_path: Path
+) -> None:
+    pool.run(as_plain_accelerate_saves, 2, tmp_path, kind)
+    path = tmp_path / "checkpoint-2"
+    assert not (path / FOLDER).exists() and list(path.glob("pytorch_model_fsdp*"))
+    found = pool.run(resume_of_kind, 2, tmp_path / "next", str(path), kind)
+    losses = tail(found[0]["losses"], 2)
+    assert losses == pytest.approx(tail(whole[1]["losses"], 2), rel=1e-5) and len(losses) == 4
+
+
+def resume_of_kind(out: Path, path: str, kind: str) -> dict[str, Any]:
+    import os
+
+    os.environ["FSDP_STATE_DICT_TYPE"] = kind
+    return train(out, "zero2", resume=path, seed=9)
