@@ -13,7 +13,6 @@ import transformers.trainer
 ORDERS = {
     "shardplug last": "import transformers.trainer as t, accelerate, shardplug",
     "our Accelerator first": "import shardplug.accelerate, accelerate, transformers.trainer as t",
-    "shardplug first": "import shardplug, transformers.trainer as t, accelerate",
 }
 CHECK = """
 from transformers.trainer_utils import get_last_checkpoint

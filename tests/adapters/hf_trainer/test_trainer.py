@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ TRAINER_FOLDER = "pytorch_model_fsdp_and_optimizer"
 def train(out: Path, strategy: str, base: Path | None) -> dict[str, Any]:
     import torch.distributed as dist
 
+    os.environ["SHARDPLUG_NVME_PATH"] = str(out)  # read by the strategy that swaps to files
     with launched(strategy):
         model = build() if base is None else from_pretrained(base).train()
         on_meta = next(model.parameters()).is_meta
@@ -46,13 +48,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**result, "out": out, "tokens_of_rank_1": other.tokens[0]}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the sharded runs write."""
+    return tmp_path_factory.mktemp("sharded")
+
+
 @pytest.mark.parametrize(
-    ("strategy", "streamed"), [("zero1", False), ("zero2", True), ("zero3", False)]
+    ("strategy", "streamed"),
+    [("zero1", False), ("zero2", True), ("zero3", False), ("zero3_infinity", True)],
 )
 def test_losses_evaluations_and_tokens_equal_one_process(
-    strategy: str, streamed: bool, alone: dict[str, Any], pool: RankPool, tmp_path: Path
+    strategy: str, streamed: bool, alone: dict[str, Any], pool: RankPool, folder: Path
 ) -> None:
-    found = pool.run(train, 2, tmp_path, strategy, alone["out"] / "base" if streamed else None)
+    base = alone["out"] / "base" if streamed else None
+    found = pool.run(train, 2, folder / strategy, strategy, base)
     assert alone["class"] == "Accelerator" and alone["sharded"] == 0
     for result in found:
         assert result["class"] == "TrainerAccelerator" and result["sharded"] > 10
@@ -71,22 +81,18 @@ def test_losses_evaluations_and_tokens_equal_one_process(
     assert found[1]["tokens"][-1] == alone["tokens_of_rank_1"]
 
 
-def test_saved_model_loads_with_from_pretrained(
-    alone: dict[str, Any], pool: RankPool, tmp_path: Path
-) -> None:
-    pool.run(train, 2, tmp_path, "zero3", None)
+def test_saved_model_loads_with_from_pretrained(alone: dict[str, Any], folder: Path) -> None:
+    out = folder / "zero3"  # written by the test above
     for name in ("final", "checkpoint-2"):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            tmp_path / name, output_loading_info=True
-        )
+        model, info = AutoModelForCausalLM.from_pretrained(out / name, output_loading_info=True)
         assert not any(info.values())
         expected = AutoModelForCausalLM.from_pretrained(alone["out"] / name).state_dict()
         state = model.state_dict()
         assert state.keys() == expected.keys() and len(state) > 10
         for key in expected:
             torch.testing.assert_close(state[key], expected[key], rtol=0, atol=2e-6)
-    checkpoint = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
+    checkpoint = {path.name for path in (out / "checkpoint-2").iterdir()}
     assert {"config.json", "model.safetensors", "scheduler.pt", "trainer_state.json"} <= checkpoint
     assert {TRAINER_FOLDER, "rng_state_0.pth", "rng_state_1.pth"} <= checkpoint
-    info = inspect(tmp_path / "checkpoint-2" / TRAINER_FOLDER)
+    info = inspect(out / "checkpoint-2" / TRAINER_FOLDER)
     assert (info.step, info.stage, info.world_size) == (2, 3, 2)
