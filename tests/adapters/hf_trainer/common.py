@@ -153,6 +153,8 @@ def run(
     """Train with the Trainer that is in place, and tell what came of it."""
     if evaluate:
         changes |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+        # The highest loss, which is the first: the last weights are not the best by themselves.
+        changes |= {"metric_for_best_model": "loss", "greater_is_better": True}
     generate = Generate(rank)
     trainer = Seq2SeqTrainer(
         model=model,

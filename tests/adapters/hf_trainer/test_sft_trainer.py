@@ -48,8 +48,14 @@ def pairs(count: int) -> Dataset:
 
 
 def fine_tune(
-    out: Path, world_size: int, model: Any, resume: str | None = None, **changes: Any
+    out: Path,
+    world_size: int,
+    model: Any,
+    resume: str | None = None,
+    lora: bool = False,
+    **changes: Any,
 ) -> dict[str, Any]:
+    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     settings: dict[str, Any] = {
@@ -78,6 +84,7 @@ def fine_tune(
         train_dataset=pairs(32),
         eval_dataset=pairs(8),
         processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj"]) if lora else None,
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train(resume_from_checkpoint=resume)
@@ -92,7 +99,7 @@ def fine_tune(
         "evaluations": [before]
         + [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
         "state": whole,
-        "head": type(trainer.model.lm_head.weight).__name__,
+        "head": type(trainer.model.get_output_embeddings().weight).__name__,
         "class": type(trainer.accelerator).__name__,
     }
 
@@ -155,3 +162,34 @@ def test_losses_gradients_and_weights_equal_one_process(
         assert {"model.safetensors", "tokenizer.json"} <= {
             file.name for file in (tmp_path / "final").iterdir()
         }
+
+
+def with_lora(out: Path, strategy: str, resume: str | None) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    with launched(strategy):
+        return fine_tune(out, dist.get_world_size(), build(), resume, lora=True)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning"
+)  # peft
+def test_lora_equals_one_process_resumes_and_saves_the_adapter(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    expected = fine_tune(tmp_path / "alone", 1, build(), lora=True)
+    found = pool.run(with_lora, 2, tmp_path / "two", "zero3", None)[0]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    path = str(tmp_path / "two" / "checkpoint-2")
+    resumed = pool.run(with_lora, 1, tmp_path / "one", "zero1", path)[0]
+    for run in ("two", "one"):
+        adapter = load_file(tmp_path / run / "final" / "adapter_model.safetensors")
+        wanted = load_file(tmp_path / "alone" / "final" / "adapter_model.safetensors")
+        assert adapter.keys() == wanted.keys() and len(adapter) == 4
+        for name, value in wanted.items():
+            torch.testing.assert_close(adapter[name], value, rtol=0, atol=1e-6)
+    assert resumed["class"] == "TrainerAccelerator"

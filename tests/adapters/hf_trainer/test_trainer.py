@@ -76,7 +76,9 @@ def test_losses_evaluations_and_tokens_equal_one_process(
             (alone["before"], alone["after"]), rel=1e-5
         )
         assert result["predictions"] == alone["predictions"] and result["predictions"]
-        assert result["best"].endswith(Path(alone["best"]).name)
+        assert Path(result["best"]).name == Path(alone["best"]).name == "checkpoint-2"
+        assert result["after"] == pytest.approx(result["evaluations"][0], rel=1e-6)  # loaded again
+        assert result["evaluations"][2] < result["after"] - 0.01
     assert found[0]["tokens"] == alone["tokens"] and len(alone["tokens"][0]) > 4
     assert found[1]["tokens"][-1] == alone["tokens_of_rank_1"]
 
