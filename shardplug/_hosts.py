@@ -1,9 +1,12 @@
-"""Puts the strategy strings where Lightning looks them up, without importing Lightning.
+"""Puts shardplug where the frameworks look it up, without importing any of them.
 
 Lightning has no entry point for strategies: a string works only when it was registered before the
 Trainer is made. There are four registries (two import names, Trainer and Fabric each), and any of
 them may be imported before or after shardplug, or never. So those that are loaded are filled now,
 and a finder at the front of `sys.meta_path` fills the others right after their import.
+
+Hugging Face's Trainer makes the Accelerator that it finds under that name. In a process that
+`accelerate launch` started with our name in its YAML, the same finder puts ours there.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -19,7 +23,7 @@ from typing import Any
 
 from shardplug.config import PRESETS
 
-__all__ = ["REGISTRIES", "install"]
+__all__ = ["REGISTRIES", "install", "launched_with_shardplug"]
 
 REGISTRIES: dict[str, tuple[str, str]] = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "shardplug.lightning.strategy"),
@@ -29,6 +33,14 @@ REGISTRIES: dict[str, tuple[str, str]] = {
 }
 """Module that holds a registry: the registry's name, and the adapter that makes the strategy."""
 
+_TRAINER_MODULES = (
+    "accelerate",
+    "transformers.trainer",
+    "transformers.trainer_utils",
+    "transformers.training_args",
+)
+"""Modules in which names are replaced for Hugging Face's Trainer."""
+
 
 def install() -> None:
     """Register the presets as strategy strings, now or when a namespace is imported; idempotent."""
@@ -36,8 +48,27 @@ def install() -> None:
         module = sys.modules.get(name)
         if module is not None and hasattr(module, REGISTRIES[name][0]):
             _register(module)
+    if launched_with_shardplug() and any(name in sys.modules for name in _TRAINER_MODULES):
+        importlib.import_module("shardplug.accelerate")  # which takes over what is loaded
     if not any(isinstance(finder, _PostImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PostImport())
+
+
+def launched_with_shardplug() -> bool:
+    """Whether `accelerate launch` read a YAML with `fsdp_sharding_strategy: "shardplug:..."`."""
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return fsdp and os.environ.get("FSDP_SHARDING_STRATEGY", "").startswith("shardplug:")
+
+
+def _after_import(module: ModuleType) -> None:
+    if module.__name__ in REGISTRIES:
+        _register(module)
+    elif launched_with_shardplug():
+        # Imported by shardplug.accelerate itself, it is taken over at the end of that import.
+        importlib.import_module("shardplug.accelerate")
+        takeover = sys.modules.get("shardplug.accelerate.takeover")
+        if takeover is not None:
+            takeover.adapt(module)
 
 
 def _register(module: ModuleType) -> None:
@@ -59,13 +90,13 @@ def _make(adapter: str, namespace: str, preset: str) -> Any:
 
 
 class _PostImport(importlib.abc.MetaPathFinder):
-    """Registers the strings right after one of the registries' modules has been executed."""
+    """Completes one of the frameworks' modules right after it has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module the ordinary way, with a loader that registers afterwards."""
-        if fullname not in REGISTRIES:
+        """Find the module the ordinary way, with a loader that completes it afterwards."""
+        if fullname not in REGISTRIES and fullname not in _TRAINER_MODULES:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -73,13 +104,13 @@ class _PostImport(importlib.abc.MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Registering(spec.loader)
+                    spec.loader = _Completing(spec.loader)
                 return spec
         return None
 
 
-class _Registering(importlib.abc.Loader):
-    """Another loader, followed by the registration."""
+class _Completing(importlib.abc.Loader):
+    """Another loader, followed by what shardplug adds to the module."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -90,9 +121,9 @@ class _Registering(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then register; the module keeps its real loader."""
+        """Execute the module, then complete it; the module keeps its real loader."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _register(module)
+        _after_import(module)

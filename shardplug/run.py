@@ -3,7 +3,8 @@
     accelerate launch --config_file zero3.yaml -m shardplug.run train.py --lr 1e-4
 
 `accelerate.Accelerator` is replaced by `shardplug.accelerate.Accelerator` before the script
-imports anything; the script then runs as `__main__` with its own arguments.
+imports anything, and what Trainer saves and resumes with by ours; the script then runs as
+`__main__` with its own arguments. A script that imports shardplug needs no `-m shardplug.run`.
 """
 
 from __future__ import annotations
@@ -105,23 +106,12 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"shardplug.run: {error}", file=sys.stderr)
         return 2
-    _put_engine_in_place()
+    # Imported here, it puts the engine in place: this process was launched for it.
+    import shardplug.accelerate  # noqa: F401
+
     script.run()
     _leave_process_group()
     return 0
-
-
-def _put_engine_in_place() -> None:
-    import accelerate
-    import torch
-
-    if not torch.accelerator.is_available():
-        # Before anything creates PartialState, which would see no device and start N trainings.
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    from shardplug.accelerate import Accelerator
-
-    accelerate.Accelerator = Accelerator
-    accelerate.accelerator.Accelerator = Accelerator
 
 
 def _leave_process_group() -> None:

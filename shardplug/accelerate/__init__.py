@@ -8,6 +8,11 @@ The stage is written in the YAML given to `accelerate launch` (`fsdp_sharding_st
 as `accelerate launch --config_file zero3.yaml -m shardplug.run script.py`.
 """
 
+from shardplug._hosts import launched_with_shardplug as _launched_with_shardplug
 from shardplug.accelerate.accelerator import Accelerator
+from shardplug.accelerate.takeover import take_over as _take_over
 
 __all__ = ["Accelerator"]
+
+if _launched_with_shardplug():
+    _take_over()

@@ -126,6 +126,12 @@ class Accelerator(GradientMethods, SavingMethods):
                 f"Expected a model on one device, got {type(model).__name__} loaded with "
                 "device_map over several. Load it without device_map; every rank gets its shard."
             )
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            raise ModelError(
+                f"Expected an unsharded model, but {type(model).__name__} was sharded by "
+                "transformers. Take distributed_config out of from_pretrained; "
+                "shardplug.hf.from_pretrained lets each rank read its own rows too."
+            )
         if self._engine is None:
             self._engine = engine_of(model)
         if next(model.parameters(), None) is None:

@@ -36,6 +36,7 @@ FRAMEWORKS = (
     "pytorch_lightning",
     "safetensors",
     "transformers",
+    "trl",
     "wandb",
 )
 TORCH_BOUNDARY = PACKAGE / "core" / "_torch.py"

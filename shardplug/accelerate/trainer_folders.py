@@ -1,0 +1,244 @@
+"""Checkpoints of Hugging Face's Trainer: one folder of ours inside its `checkpoint-<step>`.
+
+Trainer writes a checkpoint in parts: the whole weights as Hugging Face files, then, through two
+functions of Accelerate that these replace, what a sharded run resumes from, then scheduler, random
+state, and last `trainer_state.json`. Our part is the same folder that every host writes: any stage,
+number of ranks or framework reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import fsdp_utils as stock
+from torch import nn
+
+from shardplug.accelerate.states import bare_optimizer
+from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
+from shardplug.checkpoint import manifest as manifests
+from shardplug.checkpoint.collective import from_rank_0
+from shardplug.errors import CheckpointError
+
+__all__ = [
+    "FOLDER",
+    "last_whole_checkpoint",
+    "load_model",
+    "load_optimizer",
+    "save_all",
+    "save_model_part",
+]
+
+FOLDER = "pytorch_model_fsdp_and_optimizer"
+"""Our folder in a checkpoint. Trainer looks for both parts of this name before it loads either."""
+
+_STATE = "trainer_state.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def save_model_part(
+    plugin: Any, accelerator: Any, model: nn.Module, output_dir: str, *args: Any, **kwargs: Any
+) -> None:
+    """Do nothing: `save_all`, which Trainer calls next, writes the model too.
+
+    Args:
+        plugin: The FSDP plugin; not used.
+        accelerator: The trainer's; not used.
+        model: The sharded model; not used.
+        output_dir: The checkpoint; not used.
+        *args: As for Accelerate's function.
+        **kwargs: As for Accelerate's function.
+    """
+
+
+def save_all(
+    plugin: Any,
+    accelerator: Any,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    output_dir: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Write model, optimizer and random state into a folder of the checkpoint. Collective.
+
+    Args:
+        plugin: The FSDP plugin.
+        accelerator: The trainer's.
+        optimizer: Its prepared optimizer.
+        model: Its sharded model.
+        output_dir: The checkpoint; rank 0's counts.
+        *args: As for Accelerate's function.
+        **kwargs: As for Accelerate's function.
+
+    Raises:
+        CheckpointError: On every rank, when a rank could not write.
+    """
+    if "FULL_STATE_DICT" not in str(plugin.state_dict_type) and accelerator.is_main_process:
+        warnings.warn(
+            f"fsdp_state_dict_type is {plugin.state_dict_type.name}: Trainer writes no Hugging "
+            "Face files, in checkpoints and in save_model(). Write them with `shardplug export "
+            f"{Path(output_dir) / FOLDER} <folder>`, or set FULL_STATE_DICT.",
+            UserWarning,
+            stacklevel=2,
+        )
+    named = _CHECKPOINT.fullmatch(Path(output_dir).name)
+    step = int(named[1]) if named else accelerator.completed_steps
+    write(
+        Path(output_dir) / FOLDER,
+        models=[state_of_model(model)],
+        optimizers=[state_of_optimizer([model], bare_optimizer(optimizer))],
+        meta={"step": step},
+        run={**accelerator.engine.describe_run(), "framework": "transformers", "step": step},
+        modules=[model],
+    )
+
+
+def load_model(
+    plugin: Any, accelerator: Any, model: nn.Module, input_dir: str, *args: Any, **kwargs: Any
+) -> None:
+    """Read the weights of a checkpoint. Collective.
+
+    It is ours, plain Accelerate's with FSDP2, or a folder of Hugging Face files.
+
+    Args:
+        plugin: The FSDP plugin.
+        accelerator: The trainer's.
+        model: Its sharded model.
+        input_dir: The checkpoint; rank 0's counts.
+        *args: As for Accelerate's function.
+        **kwargs: As for Accelerate's function.
+
+    Raises:
+        CheckpointError: On every rank, when its part is damaged or does not match.
+    """
+    folder = Path(input_dir)
+    with _naming_the_last_whole(folder):
+        if from_rank_0((folder / FOLDER).is_dir()):
+            Reader(folder / FOLDER).load([model])
+        elif from_rank_0(any(folder.glob("pytorch_model_fsdp*"))):
+            accelerator.engine.reshard()
+            stock.load_fsdp_model(plugin, accelerator, model, input_dir, *args, **kwargs)
+        else:
+            Reader(folder).load([model])
+            if accelerator.is_main_process and not any(folder.glob("optimizer*")):
+                warnings.warn(
+                    f"{folder} holds weights only: the optimizer starts anew.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+
+def load_optimizer(
+    plugin: Any,
+    accelerator: Any,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    input_dir: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Read the optimizer of a checkpoint: ours, or plain Accelerate's. Collective.
+
+    Args:
+        plugin: The FSDP plugin.
+        accelerator: The trainer's.
+        optimizer: Its prepared optimizer.
+        model: Its sharded model.
+        input_dir: The checkpoint; rank 0's counts.
+        *args: As for Accelerate's function.
+        **kwargs: As for Accelerate's function.
+
+    Raises:
+        CheckpointError: On every rank, when its state is not there or does not match.
+    """
+    folder = Path(input_dir)
+    with _naming_the_last_whole(folder):
+        if from_rank_0((folder / FOLDER).is_dir()):
+            reader = Reader(folder / FOLDER)
+            reader.load([model], [bare_optimizer(optimizer)])
+            accelerator.completed_steps = reader.meta["step"]
+        elif from_rank_0(any(folder.glob("pytorch_model_fsdp*"))):
+            stock.load_fsdp_optimizer(
+                plugin, accelerator, optimizer, model, input_dir, *args, **kwargs
+            )
+        else:
+            raise CheckpointError(
+                f"Expected the optimizer's state of a sharded run in {folder}, got optimizer.pt of "
+                "a Trainer that does not shard. Start a new run from its weights: "
+                f'from_pretrained("{folder}"), without resume_from_checkpoint.'
+            )
+
+
+def last_whole_checkpoint(folder: str) -> str | None:
+    """Return the newest checkpoint that was finished, as `get_last_checkpoint` does for all.
+
+    Args:
+        folder: The trainer's `output_dir`.
+
+    Returns:
+        Its path, or None. Those passed over are warned of on rank 0.
+    """
+    passed_over: list[str] = []
+    for path in _newest_first(Path(folder)):
+        reason = _why_not_whole(path)
+        if reason is None:
+            # Scripts ask before the process group is up: the launcher's number counts.
+            if passed_over and os.environ.get("RANK", "0") == "0":
+                warnings.warn(
+                    f"Resuming from {path}, the newest whole checkpoint in {folder}. Passed over: "
+                    + "; ".join(passed_over),
+                    UserWarning,
+                    stacklevel=2,
+                )
+            return str(path)
+        passed_over.append(reason)
+    return None
+
+
+def _newest_first(folder: Path) -> Iterator[Path]:
+    numbers = {
+        int(match[1]): path
+        for path in folder.iterdir()
+        if (match := _CHECKPOINT.fullmatch(path.name)) and path.is_dir()
+    }
+    for number in sorted(numbers, reverse=True):
+        yield numbers[number]
+
+
+def _why_not_whole(folder: Path) -> str | None:
+    """Say what is missing in a checkpoint, which Trainer writes in parts, or damaged."""
+    if _CHECKPOINT.fullmatch(folder.name):
+        try:
+            json.loads((folder / _STATE).read_text())
+        except (OSError, ValueError):
+            return f"{folder} was not finished: there is no whole {_STATE} in it."
+    if (folder / FOLDER).is_dir():
+        try:
+            manifests.read(folder / FOLDER)
+        except (CheckpointError, OSError) as error:
+            return str(error)
+    return None
+
+
+@contextmanager
+def _naming_the_last_whole(folder: Path) -> Iterator[None]:
+    """Add the newest whole checkpoint beside `folder` to the message of a load that fails."""
+    try:
+        yield
+    except CheckpointError as error:
+        beside = (p for p in _newest_first(folder.absolute().parent) if p != folder.absolute())
+        found = next((path for path in beside if _why_not_whole(path) is None), None)
+        if found is None:
+            raise
+        raise CheckpointError(
+            f"{error} The newest whole checkpoint beside it is {found}: "
+            f'resume_from_checkpoint="{found}".'
+        ) from error
