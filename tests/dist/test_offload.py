@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from tests.support.pool import RankPool
 
 STEPS = 10
 SIZES = (1, 511, 513, 4097, 30001)
+_NUMBERS = itertools.count()
 SMALL = 16384  # bytes: 4096 elements, the least that parameters are cut at
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -89,7 +91,7 @@ def use_small_blocks(engine: ZeroEngine) -> None:
     """Cut even small parameters, and let no more than six blocks be on their way."""
     disk = None
     if engine.config.nvme_path is not None:
-        folder = SwapFolder(str(engine.config.nvme_path), f"small{id(engine)}", engine.rank)
+        folder = SwapFolder(str(engine.config.nvme_path), f"small{os.getpid()}-{next(_NUMBERS)}", engine.rank)
         disk = DiskTier(folder, Staging(limit_bytes=6 * SMALL, buffer_bytes=SMALL))
     on_cpu = engine.config.offload_optimizer == "cpu"
     engine._tier = HostTier(block_bytes=SMALL) if on_cpu else disk
