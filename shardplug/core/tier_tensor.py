@@ -14,6 +14,7 @@ from shardplug.core._torch import (
     tree_map,
     written_tensors,
 )
+from shardplug.errors import StorageError
 
 __all__ = ["Holder", "TierTensor", "in_tier"]
 
@@ -104,6 +105,36 @@ class TierTensor(TensorWithoutMemory):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the values, not the place."""
         return self.holder.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    # Of these torch returns the tensor itself where nothing has to be done; who calls them wants
+    # values that are there.
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the values, converted."""
+        return self.holder.read().to(*args, **kwargs)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the values on the CPU."""
+        return self.holder.read().cpu(*args, **kwargs)
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the values in memory."""
+        return self.holder.read().contiguous(*args, **kwargs)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a copy of the values as an array."""
+        return self.holder.read().numpy(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        """Refuse: there is no memory to point to.
+
+        Raises:
+            StorageError: Always.
+        """
+        raise StorageError(
+            f"Expected a tensor in memory, got one of shape {tuple(self.shape)} whose values rest "
+            "in a tier: take a copy of it with .clone()."
+        )
 
     def same(self) -> TierTensor:
         """Return another tensor for the same values."""

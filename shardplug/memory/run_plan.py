@@ -181,10 +181,10 @@ class RunPlanner:
         notes = list(self._notes)
         if shards < engine.shard_size:
             notes.append("the first shard stands for all; others hold at most as much")
-        if engine.config.offload_params != "none":
+        if engine.config.offload_params == "cpu":
             notes.append(
-                "parameters rest in a tier: their bytes there and its buffers are not in these "
-                "figures, and gradients are counted as if they stayed on the device"
+                "parameters and gradients rest in CPU memory, and are counted here as if they "
+                "were on the device"
             )
         return RunPlan(
             walks=tuple(self._walk(shard, accumulate) for shard in range(shards)),

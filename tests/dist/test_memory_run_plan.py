@@ -130,6 +130,18 @@ def test_every_ranks_books_are_its_plan(
     assert (written["traced"], written["accumulate"]) == (True, MICRO_BATCHES)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_books_of_parameters_in_files_are_the_plan(
+    pool: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    config = ZeroConfig.preset("zero3_infinity", nvme_path=str(tmp_path))
+    ranks = pool.run(_run, world_size, tmp_path, config, TinyLM, _adamw, "auto")
+    plan = ranks[0][0]
+    assert plan is not None and plan.traced
+    assert not any("tier" in note or "rest in" in note for note in plan.notes)
+    assert _books_are_the_plans(tmp_path, plan, world_size) > 0
+
+
 @pytest.mark.parametrize("make", [_momentum, _centered])
 def test_optimizers_of_other_classes_are_looked_at(
     pool: RankPool, tmp_path: Path, make: Optimizers
@@ -206,21 +218,17 @@ def test_what_is_computed_again_is_no_operation_of_the_model(
     assert plain == again == counter.get_total_flops() > 0
 
 
-def _offloaded(folder: Path, tier: str) -> tuple[list[str], tuple[str, ...], list[str]]:
-    swap = {"nvme_path": str(folder)} if tier == "nvme" else {}
-    config = ZeroConfig(stage=3, offload_optimizer=tier, offload_params=tier, **swap)  # type: ignore[arg-type]
+def _offloaded(folder: Path) -> tuple[list[str], tuple[str, ...], list[str]]:
+    config = ZeroConfig(stage=3, offload_optimizer="cpu", offload_params="cpu")
     plan, _, said = _run(folder, config, TinyLM, _adamw, "auto")
     assert plan is not None
     return [plan.failure], plan.notes, said
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_parameters_in_a_tier_are_named_as_not_planned(
-    pool: RankPool, tmp_path: Path, tier: str
-) -> None:
-    for failure, notes, said in pool.run(_offloaded, 2, tmp_path, tier):
+def test_parameters_in_cpu_memory_are_named_as_not_planned(pool: RankPool, tmp_path: Path) -> None:
+    for failure, notes, said in pool.run(_offloaded, 2, tmp_path):
         assert failure == [""] and said == []
-        assert "parameters rest in a tier" in notes[-1]
+        assert "rest in CPU memory" in notes[-1]
 
 
 def test_training_is_the_same_with_and_without(pool: RankPool, tmp_path: Path) -> None:

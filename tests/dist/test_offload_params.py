@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardplug import ModelError, ZeroConfig, ZeroEngine
+from shardplug import ModelError, StorageError, ZeroConfig, ZeroEngine
+from shardplug.checkpoint import export_model
 from shardplug.core._torch import local_tensor
 from shardplug.core.tier_tensor import in_tier
+from tests.dist.test_export import llama, tensors_in
 from tests.dist.test_offload import run, same_weights, train
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
@@ -219,3 +222,43 @@ def replaced(root: str) -> None:
 
 def test_replacing_a_parameter_is_refused(pool: RankPool, tmp_path: Path) -> None:
     pool.run(replaced, 1, str(tmp_path))
+
+
+def exported(root: str) -> None:
+    for name, make in (
+        ("memory", lambda: ZeroEngine(ZeroConfig(stage=3))),
+        ("files", lambda: engine_of(root)),
+    ):
+        engine = make()
+        engine.shard(llama(dtype=torch.float32))
+        export_model(engine, f"{root}/{name}")
+        whole = engine.full_state_dict(rank0_only=False)
+        assert whole and all(type(value) is torch.Tensor for value in whole.values())
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_a_model_in_files_is_exported(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+    pool.run(exported, world_size, str(tmp_path))
+    ours, theirs = tensors_in(tmp_path / "files"), tensors_in(tmp_path / "memory")
+    assert ours and set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def needs_memory(root: str) -> None:
+    model = engine_of(root).shard(TinyLM())
+    local = next(t for p in model.parameters() if (t := in_tier(local_tensor(p))) is not None)
+    expected = local.clone()
+    assert type(expected) is torch.Tensor and expected.numel()
+    for value in (local.cpu(), local.to(torch.float32), local.contiguous(), local.to("cpu")):
+        assert type(value) is torch.Tensor and torch.equal(value, expected)
+    assert (local.numpy() == expected.numpy()).all()
+    buffer = io.BytesIO()
+    torch.save(local, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer), expected)
+    with pytest.raises(StorageError, match="take a copy of it with .clone"):
+        local.data_ptr()
+
+
+def test_values_that_have_to_be_in_memory(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(needs_memory, 1, str(tmp_path))
