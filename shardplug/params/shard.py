@@ -63,7 +63,14 @@ class GradientHolder(PiecewiseHolder):
 
     def add(self, values: torch.Tensor) -> None:
         """Add a later micro-batch's gradient, whose memory is used for it."""
-        self.write(values if self.is_zero else values.add_(self.read()))
+        flat = values.view(-1)
+        if not self.is_zero:
+            for region, (low, high) in zip(self.regions(), self.pieces.bounds, strict=True):
+                memory = self.pieces.tier.get(region)
+                part = memory[: (high - low) * self.dtype.itemsize].view(self.dtype)
+                flat[low:high].add_(self.scaled(part).to(flat.device))
+                self.pieces.tier.put_back(region, changed=False)
+        self.write(flat)
 
     def multiply(self, factor: float) -> None:
         """Scale the gradient."""
