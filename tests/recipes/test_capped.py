@@ -16,13 +16,14 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "train_capped.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, str(RECIPE), *arguments],
         capture_output=True,
         text=True,
         env=environment,
+        cwd=folder,  # a report of the failure is written there
         check=False,
     )
 
@@ -33,7 +34,7 @@ def test_losses_are_those_of_a_run_in_memory(tmp_path: Path) -> None:
         "memory": ("--in-memory",),
         "files": ("--nvme-path", str(tmp_path), "--memory-gib", "2"),
     }.items():
-        done = run(*arguments, "--steps", "3", "--report", str(tmp_path / f"{name}.json"))
+        done = run(tmp_path, *arguments, "--steps", "3", "--report", str(tmp_path / f"{name}.json"))
         assert done.returncode == 0, done.stderr
         found[name] = json.loads((tmp_path / f"{name}.json").read_text())
     losses = {name: [row["loss"] for row in report["steps"]] for name, report in found.items()}
@@ -46,8 +47,9 @@ def test_losses_are_those_of_a_run_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_limit_is_one(tmp_path: Path) -> None:
-    done = run("--in-memory", "--size", "100m", "--memory-gib", "0.75")
+    done = run(tmp_path, "--in-memory", "--size", "100m", "--memory-gib", "0.75")
     assert done.returncode != 0
+    assert (tmp_path / "out_of_memory.txt").stat().st_size > 500
     assert re.search(r"MemoryError|can't allocate memory|bad_alloc|Cannot allocate", done.stderr)
-    done = run("--steps", "1")
+    done = run(tmp_path, "--steps", "1")
     assert done.returncode == 2 and "Expected --nvme-path or --in-memory" in done.stderr
