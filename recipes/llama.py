@@ -156,8 +156,9 @@ def load_model(
     dropout: float = 0.0,
     activation_checkpointing: bool = False,
     empty: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Builds the model in fp32: with its weights, or knowing where they are.
+    """Builds the model: with its weights, or knowing where they are.
 
     Safetensors files, in a folder or from the hub, are read when the engine shards the model, each
     rank its own rows, so that the model is never whole on a machine. A GGUF file is read whole,
@@ -172,6 +173,7 @@ def load_model(
             keeps only their inputs in memory.
         empty: Whether to leave the weights of a GGUF file or of the tiny model out (meta tensors).
             For every rank but the first: the engine sends them the first rank's weights anyway.
+        dtype: Of the weights: fp32 to train them, bf16 where they stay frozen.
 
     Returns:
         A causal language model in training mode.
@@ -181,17 +183,19 @@ def load_model(
     # The cache is for generating; a training step would fill it for nothing.
     config.use_cache = False
     if source.folder and not source.gguf_file:
-        model = shardplug.hf.from_pretrained(source.folder, config=config, dtype=torch.float32)
+        model = shardplug.hf.from_pretrained(source.folder, config=config, dtype=dtype)
     elif empty:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     elif source.folder:
         model = AutoModelForCausalLM.from_pretrained(
-            source.folder, config=config, dtype=torch.float32, **source.options
+            source.folder, config=config, dtype=dtype, **source.options
         )
     else:
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+        for parameter in model.parameters():  # buffers stay in fp32, as transformers has them
+            parameter.data = parameter.data.to(dtype)
     if activation_checkpointing:
         model.gradient_checkpointing_enable()
     return model.train()

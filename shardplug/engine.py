@@ -23,6 +23,7 @@ from shardplug.core import _torch, grads
 from shardplug.core.agreement import Agreement, control_group, settle_at_exit
 from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
+from shardplug.core.generation import generate_in_step
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
 from shardplug.core.precision import Precision
@@ -236,7 +237,9 @@ class ZeroEngine:
             on_leave=functools.partial(self._meet, "The forward"),
             on_call=functools.partial(self.oom.on_call, model),
             on_error=self.oom.explain,
+            on_end=agreement.call_ends,
         )
+        generate_in_step(model, calls.is_held)
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         UnitArguments(units, resharded=self._stage.reshard_after_forward)
         if self._stage.reshard_after_forward:
@@ -527,33 +530,46 @@ class ZeroEngine:
 
     @contextmanager
     def gathered(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Hold parameters whole on every rank, to be read. Collective.
+        """Hold parameters whole on every rank, to be read. Collective to enter.
 
-        Inside the context many forwards without gradients cost one gather. Writes are lost.
+        Inside, gradients are off and forwards exchange nothing: many tokens cost one gather, and
+        ranks may run any number of forwards, or none. Writes to the parameters are lost. The model
+        has to fit on a device whole, in the dtype it computes in. Contexts may be nested.
 
         Args:
-            model: One of the sharded models; None means all.
+            model: One of the sharded models, or a module in one (an encoder, a language model);
+                None means all models.
+
+        Raises:
+            ModelError: When the engine did not shard the model.
+            ScheduleError: In a forward inside for which gradients were switched on again.
         """
-        chosen = [s for s in self._sharded if model is None or s.model is model]
-        if not chosen:
-            raise ModelError("Expected a model that this engine sharded.")
-        for sharded in chosen:
-            sharded.calls.keep_gathered = True
-            for module in sharded.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_reshard_after_forward(False, recurse=False)
-                    module.unshard()
+        parts = self._parts(model)
+        held = [(sharded, sharded.calls.hold(part)) for sharded, part in parts]
         try:
-            yield
+            self._meet("Gathering")
+            with torch.no_grad():
+                yield
         finally:
-            for sharded in chosen:
-                sharded.calls.keep_gathered = False
-                for module in sharded.model.modules():
-                    if isinstance(module, FSDPModule) and module is not sharded.model:
-                        module.set_reshard_after_forward(
-                            self._stage.reshard_after_forward, recurse=False
-                        )
-                _torch.reshard_all(sharded.model)
+            for sharded, units in held:
+                sharded.calls.let_go(units)
+
+    def _parts(self, model: nn.Module | None) -> list[tuple[_Sharded, nn.Module]]:
+        if model is None and self._sharded:
+            return [(sharded, sharded.model) for sharded in self._sharded]
+        for sharded in self._sharded:
+            if any(model is module for module in sharded.model.modules()):
+                assert model is not None
+                return [(sharded, model)]
+        # A framework's wrapper around the model.
+        inside = set() if model is None else set(model.modules())
+        around = [(sharded, sharded.model) for sharded in self._sharded if sharded.model in inside]
+        if not around:
+            raise ModelError(
+                "Expected a model that this engine sharded, or a module in one, got "
+                f"{type(model).__name__}. Shard it first."
+            )
+        return around
 
     def full_state_dict(
         self, model: nn.Module | None = None, *, rank0_only: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -220,6 +221,22 @@ class Accelerator(GradientMethods, SavingMethods):
         if not keep_fp32_wrapper:
             remove_autocast(model)
         return model
+
+    def gathered(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Hold parameters whole, to generate or evaluate. Collective to enter.
+
+            with accelerator.gathered(model):
+                tokens = model.generate(prompts)
+
+        Ranks may generate texts of different lengths inside, or none.
+
+        Args:
+            model: A prepared model, or a module in one; None means all that are prepared.
+
+        Returns:
+            A context; see `ZeroEngine.gathered`.
+        """
+        return self.engine.gathered(model)
 
     def free_memory(self, *objects: Any) -> Any:
         """Drop the references to all prepared objects, as Accelerate does; waits for a save."""

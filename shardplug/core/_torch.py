@@ -38,6 +38,7 @@ __all__ = [
     "book_tensors",
     "clamp_all",
     "drop_unreduced_gradients",
+    "forwards_so_far",
     "fused_attention_on_cpu",
     "gathered_units",
     "guard_partial_reads",
@@ -297,6 +298,30 @@ def reshard_all(root: nn.Module) -> None:
                 work.wait()
             group._all_gather_result = None
         group._to_sharded()
+
+
+def forwards_so_far(root: nn.Module) -> Callable[[], None]:
+    """Note which forwards FSDP2 has recorded for the backward.
+
+    It gathers ahead in the backward by the order of forwards, and counts those without gradients
+    among them. Ranks that evaluated for different lengths would then gather in different orders.
+
+    Returns:
+        Forgets the forwards since.
+    """
+    assert isinstance(root, FSDPModule)
+    order = root._get_fsdp_state()._comm_ctx.post_forward_order
+    groups = list(_param_groups(root))
+    length, lengths = len(order), [len(group._post_forward_indices) for group in groups]
+
+    def forget() -> None:
+        if len(order) <= length:
+            return  # nothing new, or a backward has used them up
+        del order[length:]
+        for group, own in zip(groups, lengths, strict=True):
+            del group._post_forward_indices[own:]
+
+    return forget
 
 
 def reshard_own(root: nn.Module) -> None:

@@ -145,6 +145,15 @@ class Agreement:
         self._watch.restart()
         self._order.restart()
 
+    def call_ends(self) -> None:
+        """Compare that every rank is through with an evaluation step's gathers (CPU ranks).
+
+        Raises:
+            ScheduleError: On every rank, when some have more to do.
+        """
+        if self._world_size > 1:
+            self._order.end()
+
     def _agree_on_used(self) -> set[int]:
         message = torch.zeros(1 + len(self._parameters), dtype=torch.int64)
         message[0] = self._order.checksum

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from shardplug.core._torch import register_extra_outputs, reshard_all, reshard_own
+from shardplug.core._torch import (
+    forwards_so_far,
+    register_extra_outputs,
+    reshard_all,
+    reshard_own,
+)
 from shardplug.core.stage import Stage
 from shardplug.errors import ScheduleError
 
@@ -29,7 +36,9 @@ class RootCalls:
         stage: The row of the stage table.
         on_enter: Called before an outermost call that records gradients.
         on_exit: Called after it.
-        on_leave: Called after any outermost call.
+        on_leave: Called after any outermost call, unless parameters are held.
+        on_end: Called when an outermost call of one of `methods` without gradients returns, with
+            no parameter held.
         on_call: Told the method's name and the arguments of such a call.
         on_error: Told the exception that ends an outermost call.
     """
@@ -44,17 +53,19 @@ class RootCalls:
         on_leave: Callable[[], None] = lambda: None,
         on_call: Callable[[str, Any, Any], None] = lambda *_: None,
         on_error: Callable[[BaseException], None] = lambda _: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
         self._on_leave = on_leave
+        self._on_end = on_end
         self._stage = stage
         self._on_enter = on_enter
         self._on_exit = on_exit
         self._on_call = on_call
         self._on_error = on_error
         self._depth = 0
-        self.keep_gathered = False
-        """Leave everything gathered, for a caller that does many calls."""
+        self._held: Counter[FSDPModule] = Counter()
+        self._forget_forwards: Callable[[], None] | None = None
         root.register_forward_pre_hook(
             lambda _, args, kwargs: self._enter("forward", args, kwargs),
             prepend=True,
@@ -69,11 +80,73 @@ class RootCalls:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._enter(name, args, kwargs)
             try:
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
             finally:
                 self._leave()
+            if self._depth == 0 and not torch.is_grad_enabled() and not self._held:
+                self._on_end()
+            return result
 
         return call
+
+    # ---------------------------------------------------------------- whole parameters
+
+    def hold(self, part: nn.Module) -> list[FSDPModule]:
+        """Gather the units that `part` computes with, and keep them whole. Collective.
+
+        Args:
+            part: The model, or a module in it.
+
+        Returns:
+            The units, for `let_go`.
+        """
+        inside = set(part.modules())
+        units: list[FSDPModule] = [
+            unit
+            for unit in self._root.modules()
+            if isinstance(unit, FSDPModule) and (unit in inside or part in set(unit.modules()))
+        ]
+        self._held.update(units)
+        self._begin_evaluation()
+        try:
+            for unit in units:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+        except BaseException:
+            self.let_go(units)
+            raise
+        return units
+
+    def let_go(self, units: Sequence[FSDPModule]) -> None:
+        """End a `hold`; what no other one keeps is sharded again."""
+        self._held.subtract(units)
+        self._held = +self._held
+        for unit in units:
+            if unit not in self._held and unit is not cast(FSDPModule, self._root):
+                unit.set_reshard_after_forward(self._stage.reshard_after_forward, recurse=False)
+        self._reshard()
+
+    def is_held(self, part: nn.Module) -> bool:
+        """Whether every unit that `part` has is held whole."""
+        units = [unit for unit in part.modules() if isinstance(unit, FSDPModule)]
+        return bool(self._held) and all(unit in self._held for unit in units)
+
+    def _begin_evaluation(self) -> None:
+        if self._forget_forwards is None:
+            self._forget_forwards = forwards_so_far(self._root)
+
+    def _reshard(self) -> None:
+        if not self._held:
+            if self._forget_forwards is not None:
+                self._forget_forwards()
+                self._forget_forwards = None
+            reshard_all(self._root)
+            return
+        for unit in self._root.modules():
+            if isinstance(unit, FSDPModule) and unit not in self._held:
+                reshard_own(unit)
+
+    # ---------------------------------------------------------------- calls
 
     def _enter(self, method: str, args: Any, kwargs: Any) -> None:
         if torch.is_inference_mode_enabled():
@@ -81,10 +154,18 @@ class RootCalls:
                 "Expected torch.no_grad() around an evaluation, found torch.inference_mode(): "
                 "gathered parameters made there cannot be trained with afterwards."
             )
+        if self._held and torch.is_grad_enabled():
+            raise ScheduleError(
+                "Expected forwards without gradients while parameters are held whole (gathered()), "
+                "found gradients enabled: no backward can follow. Train outside of the context."
+            )
         self._depth += 1
-        if self._depth == 1 and torch.is_grad_enabled():
-            self._on_enter()
-            self._on_call(method, args, kwargs)
+        if self._depth == 1:
+            if torch.is_grad_enabled():
+                self._on_enter()
+                self._on_call(method, args, kwargs)
+            else:
+                self._begin_evaluation()
 
     def _leave(self) -> None:
         if self._depth == 0:  # the call was refused before it began
@@ -100,13 +181,15 @@ class RootCalls:
             if self._stage.reshard_after_forward:
                 reshard_own(self._root)
             self._on_exit()
-        elif not self.keep_gathered:
-            reshard_all(self._root)
-        self._on_leave()
+        else:
+            self._reshard()
+        if not self._held:
+            self._on_leave()
 
     def reset(self) -> None:
         """Forget a call that an exception ended."""
         self._depth = 0
+        self._forget_forwards = None
 
 
 class KeptOutputs:

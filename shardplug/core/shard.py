@@ -28,6 +28,9 @@ from shardplug.errors import ModelError
 
 __all__ = ["refuse_unshardable", "shard_model"]
 
+_QUANTISED = frozenset({"Params4bit", "Int8Params", "NF4Tensor", "HQQTensor", "QTensor"})
+"""Classes of parameters of bitsandbytes, torchao, HQQ and quanto."""
+
 
 def refuse_unshardable(model: nn.Module) -> None:
     """Refuse models that something else already wraps or shards.
@@ -54,12 +57,40 @@ def refuse_unshardable(model: nn.Module) -> None:
                 f"Expected a model that is not compiled as a whole, got {name or 'a model'} from "
                 "torch.compile. Compile its blocks instead: for block in blocks: block.compile()."
             )
+    _refuse_quantised(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ModelError(f"Expected plain parameters, but {name} is a DTensor already.")
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
                 f"Expected initialised parameters, but {name} is lazy: run one forward first."
+            )
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    """Refuse weights in 4 or 8 bits, whose scales are kept beside them and are not rows of theirs.
+
+    An integer parameter by itself is data, and is sharded as it is.
+    """
+    advice = (
+        "the scales of its blocks could not be split with its rows. Load the model without "
+        "quantization_config, in bf16: frozen, it takes 2 bytes a parameter over all ranks."
+    )
+    for name, parameter in model.named_parameters():
+        names = {kind.__name__ for kind in type(parameter).__mro__}
+        kept_beside = any(hasattr(parameter, extra) for extra in ("quant_state", "SCB"))
+        if kept_beside or names & _QUANTISED or any("Quantized" in one for one in names):
+            raise ModelError(
+                f"Expected weights of an ordinary dtype, got {name or 'a parameter'} quantised "
+                f"({type(parameter).__name__}): {advice}"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "is_quantized", False) is True:
+            method = getattr(module, "quantization_method", None) or "by transformers"
+            raise ModelError(
+                f"Expected weights of an ordinary dtype, got {name or 'a model'} "
+                f"({type(module).__name__}) quantised ({getattr(method, 'value', method)}): "
+                f"{advice}"
             )
 
 

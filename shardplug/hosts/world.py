@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardplug.config import ZeroConfig
 from shardplug.engine import ZeroEngine
@@ -59,6 +61,22 @@ class World:
                 "(in a Trainer, from on_fit_start on; in Fabric, after setup); there is none yet."
             )
         return self._engine
+
+    def gathered(self, module: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Hold parameters whole, to generate or evaluate. Collective to enter.
+
+            with self.trainer.strategy.gathered(self.language_model):  # fabric.strategy in Fabric
+                tokens = self.language_model.generate(prompts)
+
+        Ranks may generate texts of different lengths inside, or none.
+
+        Args:
+            module: The module, or one in it; None means all that is sharded.
+
+        Returns:
+            A context; see `ZeroEngine.gathered`.
+        """
+        return self.engine.gathered(module)
 
     @property
     def root_device(self) -> torch.device:
