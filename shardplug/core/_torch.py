@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import _muon
+from torch.optim import rprop as _rprop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -577,6 +578,25 @@ def orthogonalise_whole_matrices() -> None:
 
     whole._shardplug_whole = True  # type: ignore[attr-defined]
     _muon._zeropower_via_newtonschulz = whole
+
+
+def run_rprop_on_local_rows() -> None:
+    """Let torch.optim.Rprop step each rank's own rows.
+
+    Its update treats each element alone, but writes through a boolean index, which DTensor has no
+    rule for: torch.optim.Rprop on sharded parameters raises in its first step.
+    """
+    module: Any = _rprop
+    original = module.rprop
+    if getattr(original, "_shardplug_local", False):
+        return
+
+    @functools.wraps(original)
+    def local(*tensors: list[torch.Tensor], **options: Any) -> None:
+        original(*([local_tensor(t) for t in one] for one in tensors), **options)
+
+    local._shardplug_local = True  # type: ignore[attr-defined]
+    module.rprop = local
 
 
 def save_tensors(tensors: dict[str, Any], **options: Any) -> None:

@@ -22,6 +22,7 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
+    torch.optim.Rprop,
     torch.optim.SGD,
 )
 """Each element's update looks at that element alone, so a part of a tensor is as good as all."""

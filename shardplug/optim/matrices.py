@@ -1,6 +1,6 @@
-"""Optimizers whose update looks at a whole matrix, of which a rank has only some rows.
+"""Optimizers whose update is not that of a rank's rows alone.
 
-What can be made right is (`torch.optim.Muon`); what cannot is refused by name.
+What can be made right is (`torch.optim.Muon`, `torch.optim.Rprop`); what cannot is refused by name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,17 @@ __all__ = ["settle_matrix_optimizer"]
 _FACTORED = frozenset({"transformers.optimization.Adafactor"})
 """Classes outside torch that keep means over rows and columns; named, as they are not imported."""
 
+_REFUSED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: (
+        "it works with the gradients of all parameters as one long vector, whose parts are spread "
+        "over the ranks here, and calls the model an unknown number of times in a step"
+    ),
+    torch.optim.SparseAdam: (
+        "it takes sparse gradients only, and gradients that are reduced over the ranks are dense"
+    ),
+}
+"""Classes of torch that would fail in the first step, with the reason."""
+
 
 def settle_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer right for parameters whose rows are spread over the ranks, or refuse it.
@@ -23,7 +34,8 @@ def settle_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
         optimizer: The user's; all optimizers of its class are changed.
 
     Raises:
-        OptimizerError: When its update needs means over whole matrices.
+        OptimizerError: When its update needs means over whole matrices, all gradients as one
+            vector, or sparse gradients.
     """
     kind = type(optimizer)
     owner = next(c for c in kind.__mro__ if "step" in vars(c))
@@ -34,8 +46,16 @@ def settle_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "whole matrices, whose rows are spread over the ranks here. Use torch.optim.AdamW, "
             "torch.optim.SGD or torch.optim.Muon."
         )
+    if owner in _REFUSED:
+        raise OptimizerError(
+            f"Expected an optimizer that can train parameters whose rows are spread over the "
+            f"ranks, got {kind.__name__}: {_REFUSED[owner]}. Use torch.optim.AdamW or "
+            "torch.optim.SGD."
+        )
     if isinstance(optimizer, torch.optim.Muon):
         _torch.orthogonalise_whole_matrices()
+    if isinstance(optimizer, torch.optim.Rprop):
+        _torch.run_rprop_on_local_rows()
 
 
 def _full_name(kind: type) -> str:
