@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import shutil
-import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from offload_contenders import BATCH, LENGTH, OURS
+from turns import Contender
 
 WORKER = Path(__file__).with_name("offload_contenders.py")
 
@@ -38,81 +36,16 @@ PAIRS = [
 ]
 
 
-class Contender:
-    """The ranks of one side, which run steps when they are told to."""
-
-    def __init__(self, name: str, options: argparse.Namespace, logs: IO[str]) -> None:
-        self.name = name
-        self.folder = tempfile.mkdtemp(dir=options.nvme_path)
-        self.step = 0
-        self.losses: list[float] = []
-        self.turns: list[list[float]] = []
-        self.cpu: list[float] = []
-        self.peak = 0.0
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._ranks = []
-        for rank in range(options.ranks):
-            environment = {
-                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0",
-                "WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-                "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false",
-            }  # fmt: skip
-            command = [sys.executable, str(WORKER), name, self.folder]
-            self._ranks.append(
-                subprocess.Popen(
-                    command, env=environment, text=True, bufsize=1,
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=logs,
-                )
-            )  # fmt: skip
-        self._replies()
-
-    def _replies(self) -> list[dict[str, Any]]:
-        found = []
-        for rank in self._ranks:
-            assert rank.stdout is not None
-            line = rank.stdout.readline()
-            if not line:
-                raise RuntimeError(f"{self.name} has ended; see the log.")
-            found.append(json.loads(line))
-        return found
-
-    def run(self, count: int, *, count_time: bool = True) -> None:
-        """Run so many steps on all ranks. The slowest rank's time counts."""
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(f"{self.step} {count}\n")
-            rank.stdin.flush()
-        self.step += count
-        replies = self._replies()
-        pick = range(count)
-        self.losses += [statistics.fmean(r["losses"][i] for r in replies) for i in pick]
-        if count_time:
-            self.turns.append([max(r["seconds"][i] for r in replies) for i in pick])
-            self.cpu += [statistics.fmean(r["cpu"][i] for r in replies) for i in pick]
-        self.peak = max(self.peak, *(r["peak"] for r in replies))
-
-    def close(self) -> None:
-        """End the ranks and remove their files."""
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.close()
-            try:
-                rank.wait(30)
-            except subprocess.TimeoutExpired:
-                rank.kill()
-                rank.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
 def compare(ours: str, theirs: str, options: argparse.Namespace, logs: IO[str]) -> list[str]:
     """Run one pair, and return its two rows."""
     pair: list[Contender] = []
+    folder = tempfile.mkdtemp(dir=options.nvme_path)
     try:
         for name in (ours, theirs):
-            pair.append(Contender(name, options, logs))
+            files = Path(folder, name)
+            files.mkdir()
+            pair.append(Contender(name, WORKER, options.ranks, logs, [str(files)]))
+            pair[-1].wait_until_ready()
         for one in pair:
             one.run(options.warmup, count_time=False)  # makes optimizer state
         for turn in range(options.rounds):
@@ -121,6 +54,7 @@ def compare(ours: str, theirs: str, options: argparse.Namespace, logs: IO[str]) 
     finally:
         for one in pair:
             one.close()
+        shutil.rmtree(folder, ignore_errors=True)
     rows = []
     for one in pair:
         seconds = [each for turn in one.turns for each in turn]

@@ -2,11 +2,11 @@
 
     python recipes/bench/curve_cost.py --ranks 2 --rounds 6 --steps 5
 
-The same engine trains the 25 M parameter Llama of step_time.py, a few steps with the tracker and a
-few without, in turns. With it every step is logged on every rank: memory by kind with the plan
-beside, tokens per second and MFU, to JSON lines, a picture and an offline W&B run. A step's time
-varies by more than one hundredth, so the time spent inside of the tracker is measured too: all its
-calls, waiting for the slower rank in its all-gather included.
+The same engine trains the 25 M parameter Llama of step_contenders.py, a few steps with the tracker
+and a few without, in turns. With it every step is logged on every rank: memory by kind with the
+plan beside, tokens per second and MFU, to JSON lines, a picture and an offline W&B run. A step's
+time varies by more than one hundredth, so the time spent inside of the tracker is measured too: all
+its calls, waiting for the slower rank in its all-gather included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.bench.step_time import adamw, batch, llama
+from recipes.bench.step_contenders import adamw, batch, llama
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.memory import JsonlSink, MemoryTracker, PngSink, WandbSink
 

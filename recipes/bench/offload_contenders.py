@@ -8,13 +8,12 @@ there the model's own initial weights are lost, so that they are written into it
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from typing import Any
+
+from turns import Turns
 
 VOCAB, LENGTH, BATCH, LR, DECAY = 2048, 128, 2, 1e-3, 0.01
 
@@ -159,31 +158,11 @@ def under_init(deepspeed: Any, config: dict[str, Any]) -> Any:
 
 
 def worker(name: str, path: str) -> None:
-    """Obey the lines that come in: "run FIRST COUNT", or the end."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # DeepSpeed writes to where the replies go
-    warnings.filterwarnings("ignore")
-    import torch
-
-    torch.set_num_threads(1)
+    """Step when the parent says so."""
+    turns = Turns()
     step = (our_step if name in OURS else their_step)(name, path)
-    print(json.dumps({"ready": True}), file=replies)
-    for line in sys.stdin:
-        first, count = map(int, line.split())
-        losses, seconds, used = [], [], []
-        for index in range(first, first + count):
-            begin, cpu = time.perf_counter(), time.process_time()
-            losses.append(step(index))
-            seconds.append(time.perf_counter() - begin)
-            used.append(time.process_time() - cpu)
-        reply = {"losses": losses, "seconds": seconds, "cpu": used, "peak": peak_mib()}
-        print(json.dumps(reply), file=replies)
-    os._exit(0)  # some threads of a contender may not end
-
-
-def peak_mib() -> float:
-    with open("/proc/self/status") as file:
-        return int(file.read().split("VmHWM:")[1].split()[0]) / 1024
+    for index in turns:
+        turns.loss(step(index))
 
 
 if __name__ == "__main__":

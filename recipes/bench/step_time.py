@@ -16,197 +16,40 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from step_contenders import (
+    BATCH,
+    LENGTH,
+    Seconds,
+    Steps,
+    accelerate,
+    ddp,
+    engine,
+    fsdp2,
+    lightning,
+    our_accelerator,
+    timed,
+)
 
-VOCAB, LENGTH, BATCH = 2048, 128, 2
 BASE = {"zero1": "fsdp2 by hand, kept", "zero2": "fsdp2 by hand, kept", "zero3": "fsdp2 by hand"}
 
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
-
-
-def batch(step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-
-
-Seconds = tuple[float, float]
-"""Wall seconds and CPU seconds of this process, all its threads."""
-
-Steps = Callable[[int], list[Seconds]]
-"""Runs so many steps and returns what each took."""
-
-
-def now() -> Seconds:
-    return time.perf_counter(), time.process_time()
-
-
-def since(start: Seconds, end: Seconds) -> Seconds:
-    return end[0] - start[0], end[1] - start[1]
-
-
-def timed(step: Callable[[torch.Tensor], None]) -> Steps:
-    def run(count: int) -> list[Seconds]:
-        times = []
-        for index in range(count):
-            tokens = batch(index)
-            start = now()
-            step(tokens)
-            times.append(since(start, now()))
-        return times
-
-    return run
-
-
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
-    def step(tokens: torch.Tensor) -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed(step)
-
-
-def ddp() -> Steps:
-    model = nn.parallel.DistributedDataParallel(llama(), gradient_as_bucket_view=True)
-    return plain_step(model, adamw(model))
-
-
-def fsdp2(reshard: bool) -> Steps:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = llama()
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    return plain_step(model, adamw(model))
-
-
-def engine(stage: int) -> Steps:
-    from shardplug import ZeroConfig, ZeroEngine
-
-    zero = ZeroEngine(ZeroConfig(stage=stage))  # type: ignore[arg-type]
-    model = zero.shard(llama())
-    optimizer = zero.prepare_optimizer(adamw(model))
-
-    def step(tokens: torch.Tensor) -> None:
-        with zero.micro_step():
-            model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed(step)
-
-
-def lightning(stage: int) -> Steps:
-    import lightning.pytorch as pl
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
-
-    import shardplug  # noqa: F401  (registers the strategies)
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = llama()
-
-        def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
-            return self.model(input_ids=tokens, labels=tokens).loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adamw(self)
-
-    class Clock(pl.Callback):
-        def __init__(self) -> None:
-            self.ticks: list[Seconds] = []
-
-        def on_train_batch_start(self, *args: object) -> None:
-            self.ticks.append(now())
-
-        def on_train_end(self, *args: object) -> None:
-            self.ticks.append(now())
-
-    class Batches(torch.utils.data.IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return (batch(index) for index in range(1_000_000))
-
-    module = Module()
-
-    def run(count: int) -> list[Seconds]:
-        clock = Clock()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=f"zero{stage}",
-            plugins=[TorchElasticEnvironment()],
-            max_steps=count + 1,
-            callbacks=[clock],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
-        ticks = clock.ticks[1:]  # the first step makes optimizer state
-        return [since(start, end) for start, end in zip(ticks, ticks[1:], strict=False)]
-
-    return run
-
-
-def accelerate(stage: int) -> Steps:
-    from shardplug.accelerate import Accelerator
-
-    accelerator = Accelerator(zero=f"zero{stage}", cpu=True)
-    model = llama()
-    model, optimizer = accelerator.prepare(model, adamw(model))
-
-    def step(tokens: torch.Tensor) -> None:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return timed(step)
-
-
 CONTENDERS: dict[str, Callable[[], Steps]] = {
-    "ddp": ddp,
-    "fsdp2 by hand, kept": lambda: fsdp2(reshard=False),
-    "fsdp2 by hand": lambda: fsdp2(reshard=True),
-    "shardplug zero1": lambda: engine(1),
-    "shardplug zero2": lambda: engine(2),
-    "shardplug zero3": lambda: engine(3),
+    "ddp": lambda: timed(ddp()),
+    "fsdp2 by hand, kept": lambda: timed(fsdp2(reshard=False)),
+    "fsdp2 by hand": lambda: timed(fsdp2(reshard=True)),
+    "shardplug zero1": lambda: timed(engine(1)),
+    "shardplug zero2": lambda: timed(engine(2)),
+    "shardplug zero3": lambda: timed(engine(3)),
     "Lightning zero2": lambda: lightning(2),
     "Lightning zero3": lambda: lightning(3),
-    "Accelerate zero2": lambda: accelerate(2),
-    "Accelerate zero3": lambda: accelerate(3),
+    "Accelerate zero2": lambda: timed(accelerate(our_accelerator(2))),
+    "Accelerate zero3": lambda: timed(accelerate(our_accelerator(3))),
 }
 
 

@@ -1,0 +1,101 @@
+"""Commands of the guides, taken out of the pages and run: where a run is long, a tenth of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.test_recipes import environment, read_lines
+from tests.support.printed import ROOT, commands, fences, on_this_interpreter
+
+DOCS = ROOT / "docs"
+SMALL = ["--seq_length", "48", "--held_out_rows", "8"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-5000:]}"
+    return done.stdout
+
+
+def clone(folder: Path) -> Path:
+    """A folder from which the recipes are where they are in a clone."""
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    return folder
+
+
+TABS = {
+    "Lightning": "python train.py",
+    "Accelerate": "accelerate launch --config_file zero3.yaml train.py",
+    "PyTorch": "torchrun --nproc-per-node 2 train.py",
+}
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_quickstart(tab: str, tmp_path: Path) -> None:
+    """The script of a tab, and the YAML with it, started with the command of that tab."""
+    page = DOCS / "quickstart.md"
+    after = page.read_text().partition(f'=== "{tab}"\n')[2]
+    of_the_tab = re.split(r'^=== "|^## ', after, flags=re.MULTILINE)[0]
+    for language, code in fences(of_the_tab):
+        name = {"python": "train.py", "yaml": "zero3.yaml"}[language]
+        (tmp_path / name).write_text(code)
+    assert (tmp_path / "zero3.yaml").exists() == (tab == "Accelerate")
+    assert TABS[tab] in commands(page)
+    run(on_this_interpreter(TABS[tab]), tmp_path)
+
+
+def test_export(tmp_path: Path) -> None:
+    train, look, export = commands(DOCS / "guides" / "export.md")[:3]
+    clone(tmp_path)
+    run([*on_this_interpreter(train), *SMALL, "--wandb", "off", "--accelerator", "cpu"], tmp_path)
+    assert "* a resumed run takes step-00020.ckpt" in run(on_this_interpreter(look), tmp_path)
+    run(on_this_interpreter(export), tmp_path)
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+    assert (tmp_path / "exported" / "tokenizer.json").is_file()
+
+
+def test_resume(tmp_path: Path) -> None:
+    """Stage 3 on 2 ranks, stage 1 on 4, Accelerate at stage 2, one process: the guide's tour."""
+    clone(tmp_path)
+    tour = [c for c in commands(DOCS / "guides" / "resume.md") if "recipes/finetune" in c]
+    assert len(tour) == 4
+    losses: dict[int, float] = {}
+    for number, command in enumerate(tour):
+        short = re.sub(r"--steps (\d+)0\b", r"--steps \1", command)
+        short = re.sub(r"step-(\d{4})0\b", r"step-0\1", short)
+        short = short.replace("--save_every 5", "--save_every 1")
+        if number == 0:  # the guide stops this one in the middle
+            short = short.replace("--steps 4", "--steps 2")
+        words = on_this_interpreter(short)
+        if "--devices" in words:
+            words += ["--accelerator", "cpu"]
+        run([*words, *SMALL], tmp_path)
+        folder = tmp_path / "runs" / ("accelerate" if "accelerate" in words[2] else "lightning")
+        rows = read_lines(folder / "losses.jsonl")
+        losses |= {int(row["step"]): row["train_loss"] for row in rows if "train_loss" in row}
+    assert sorted(losses) == list(range(1, 8))
+    assert losses[7] < losses[1]
+
+
+def test_plans() -> None:
+    """The plans for a Llama of 8 billion parameters, from its configuration alone."""
+    printed = {c for page in ("README.md", "docs/guides/plan.md") for c in commands(ROOT / page)}
+    plans = [c[c.index("shardplug plan") :] for c in printed if "plan" in c and "llama-3.1-8b" in c]
+    assert len(plans) == 3
+    for plan in plans:
+        folder = ROOT if "recipes/configs" in plan else ROOT / "recipes" / "configs"
+        words = on_this_interpreter(plan)
+        said = run(words, folder)
+        assert "8.03 billion parameters" in said and "the fastest that fits" in said, plan
+        if "--lora" in plan:
+            found = json.loads(run([*words, "--json"], folder))
+            assert found
