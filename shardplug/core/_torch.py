@@ -37,6 +37,7 @@ __all__ = [
     "attention_by_kernel",
     "book_tensors",
     "clamp_all",
+    "default_tcp_store",
     "drop_unreduced_gradients",
     "fused_attention_on_cpu",
     "gathered_units",
@@ -787,3 +788,13 @@ def tracked_memory(
 
     with tracker:
         yield snapshot
+
+
+def default_tcp_store() -> Any | None:
+    """Return the store that the default process group met in; None unless it is a TCPStore."""
+    c10d: Any = dist.distributed_c10d
+    store = c10d._get_default_store()
+    inner = store
+    while isinstance(inner, c10d.PrefixStore):
+        inner = inner.underlying_store
+    return store if isinstance(inner, c10d.TCPStore) else None

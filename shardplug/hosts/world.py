@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardplug import heartbeat
 from shardplug.config import ZeroConfig
 from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError
@@ -109,6 +110,7 @@ class World:
             timeout=self._timeout,
         )
         self._meeting.prepare()
+        heartbeat.start()
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
