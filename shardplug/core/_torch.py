@@ -792,9 +792,9 @@ def tracked_memory(
 
 def default_tcp_store() -> Any | None:
     """Return the store that the default process group met in; None unless it is a TCPStore."""
-    c10d: Any = dist.distributed_c10d
-    store = c10d._get_default_store()
+    module: Any = dist  # which does not declare that it exports the classes
+    store = module.distributed_c10d._get_default_store()
     inner = store
-    while isinstance(inner, c10d.PrefixStore):
+    while isinstance(inner, module.PrefixStore):
         inner = inner.underlying_store
-    return store if isinstance(inner, c10d.TCPStore) else None
+    return store if isinstance(inner, module.TCPStore) else None

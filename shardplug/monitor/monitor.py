@@ -78,7 +78,7 @@ class Monitor:
         self._group = group
         self._gates = Gates(config)
         self._detectors = detectors_of(config)
-        self._steps = 0
+        self._calls = self._steps = 0
         self._tokens: float | None = None
         self._seconds = 0.0
         self._busy: float | None = None
@@ -97,12 +97,13 @@ class Monitor:
 
     def looks_at_next(self) -> bool:
         """Whether the next `step` is looked at, and so needs a loss and a gradient norm."""
-        return (self._steps + 1) % self.config.every_n_steps == 0
+        return (self._calls + 1) % self.config.every_n_steps == 0
 
     def step(
         self,
         step: int,
         *,
+        steps: int = 1,
         loss: float | torch.Tensor | None = None,
         grad_norm: float | torch.Tensor | None = None,
         tokens: float | None = None,
@@ -114,6 +115,7 @@ class Monitor:
 
         Args:
             step: Optimizer steps done.
+            steps: Optimizer steps since the last call; what is given is of all of them.
             loss: Of this rank, or of all.
             grad_norm: Before clipping.
             tokens: That this rank has trained on in the step.
@@ -128,11 +130,12 @@ class Monitor:
         self._note_times(seconds, busy_seconds)
         if tokens is not None:
             self._tokens = (self._tokens or 0.0) + tokens
-        self._steps += 1
-        if self._steps % self.config.every_n_steps:
+        self._calls += 1
+        self._steps += steps
+        if self._calls % self.config.every_n_steps:
             self.begin()
             return Report()
-        steps = self.config.every_n_steps
+        steps, self._steps = self._steps, 0
         values = StepValues(
             step=step,
             seconds=self._seconds / steps,
