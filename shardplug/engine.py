@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardplug import heartbeat
 from shardplug.config import ZeroConfig
 from shardplug.core import _torch, grads
 from shardplug.core.agreement import Agreement, control_group, settle_at_exit
@@ -104,6 +105,7 @@ class ZeroEngine:
         self._schedule = Schedule(self._stage)
         self._control = control_group(self.device)
         settle_at_exit()
+        heartbeat.start()
         self._tier = self._open_tier()
         self._parameters = self._open_parameter_tier()
         self._streamed: weakref.WeakKeyDictionary[torch.optim.Optimizer, StreamedOptimizer] = (
@@ -714,6 +716,7 @@ class ZeroEngine:
         self._listeners.remove(listener)
 
     def _emit(self, phase: str) -> None:
+        heartbeat.progress()
         for listener in tuple(self._listeners):
             listener(phase)
 

@@ -10,9 +10,10 @@ as `accelerate launch --config_file zero3.yaml -m shardplug.run script.py`.
 
 from shardplug._hosts import launched_with_shardplug as _launched_with_shardplug
 from shardplug.accelerate.accelerator import Accelerator
+from shardplug.accelerate.monitoring import make_monitor
 from shardplug.accelerate.takeover import take_over as _take_over
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "make_monitor"]
 
 if _launched_with_shardplug():
     _take_over()

@@ -38,6 +38,7 @@ __all__ = [
     "attention_by_kernel",
     "book_tensors",
     "clamp_all",
+    "default_tcp_store",
     "drop_unreduced_gradients",
     "forwards_so_far",
     "fused_attention_on_cpu",
@@ -832,3 +833,13 @@ def tracked_memory(
 
     with tracker:
         yield snapshot
+
+
+def default_tcp_store() -> Any | None:
+    """Return the store that the default process group met in; None unless it is a TCPStore."""
+    module: Any = dist  # which does not declare that it exports the classes
+    store = module.distributed_c10d._get_default_store()
+    inner = store
+    while isinstance(inner, module.PrefixStore):
+        inner = inner.underlying_store
+    return store if isinstance(inner, module.TCPStore) else None

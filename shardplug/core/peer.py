@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardplug.core.order import Check, Order
+from shardplug.core.waiting import waiting
 
 __all__ = ["InFlight", "PeerGather", "PeerReduce"]
 
@@ -82,9 +83,10 @@ class _Gathering(dist.Work):
         self._works = works
 
     def wait(self, timeout: Any = None) -> bool:
-        self._check.confirm()
-        for work in self._works:
-            work.wait()
+        with waiting():
+            self._check.confirm()
+            for work in self._works:
+                work.wait()
         self._works.clear()
         return True
 
@@ -169,9 +171,10 @@ class PeerReduce(_Buffers):
         self._order.hold(works)
 
         def finish() -> None:
-            check.confirm()
-            for work in works:
-                work.wait()
+            with waiting():
+                check.confirm()
+                for work in works:
+                    work.wait()
             works.clear()
             with torch.no_grad():
                 torch.add(received[0], received[1], out=output_tensor)

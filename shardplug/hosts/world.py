@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardplug import heartbeat
 from shardplug.config import ZeroConfig
 from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError
@@ -127,6 +128,7 @@ class World:
             timeout=self._timeout,
         )
         self._meeting.prepare()
+        heartbeat.start()
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -8,9 +8,10 @@ from shardplug.hosts.namespace import TRAINER as _TRAINER
 from shardplug.hosts.namespace import first_installed as _first_installed
 from shardplug.lightning.loading import load_from_checkpoint
 from shardplug.lightning.memory_curve import make_memory_curve as _make_memory_curve
+from shardplug.lightning.run_monitor import make_run_monitor as _make_run_monitor
 from shardplug.lightning.strategy import strategy_class
 
-__all__ = ["MemoryCurve", "ZeroStrategy", "load_from_checkpoint", "strategy_class"]
+__all__ = ["MemoryCurve", "RunMonitor", "ZeroStrategy", "load_from_checkpoint", "strategy_class"]
 
 _namespace = _first_installed(_TRAINER)
 
@@ -19,3 +20,6 @@ ZeroStrategy = strategy_class(_namespace)
 
 MemoryCurve = _make_memory_curve(_namespace)
 """The memory callback for the import name in use."""
+
+RunMonitor = _make_run_monitor(_namespace)
+"""The callback of monitors and targets for the import name in use."""

@@ -144,8 +144,28 @@ class Restores(_Base):  # type: ignore[misc]
     def _adopt_step(self, checkpoint: dict[str, Any], step: int | None) -> None:
         """Take the step count over from a folder that another framework has written."""
         checkpoint.setdefault("lr_schedulers", [])
-        if step is None:
-            return
+        if step is not None:
+            self._count_from(step)
+
+    def go_back(self, folder: str | os.PathLike[str]) -> None:
+        """Return weights, optimizers, schedulers and the step count to a checkpoint. Collective.
+
+        The data goes on: what led away from the checkpoint is not repeated.
+
+        Raises:
+            CheckpointError: On every rank, when the folder does not match.
+        """
+        module = self.lightning_module
+        reader = self._open(local_path(self.broadcast(os.fspath(folder))))
+        reader.load(self.engine, self.real_optimizers(), strict=module.strict_loading)
+        saved = meta.decode(reader.meta.get("lr_schedulers", []), unpickle=False)
+        for config, state in zip(module.trainer.lr_scheduler_configs, saved, strict=False):
+            config.scheduler.load_state_dict(state)
+        step = reader.meta.get("global_step", opening.steps_done(reader))
+        if step is not None:
+            self._count_from(step)
+
+    def _count_from(self, step: int) -> None:
         epoch_loop = self.lightning_module.trainer.fit_loop.epoch_loop
         automatic = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
         manual = epoch_loop.manual_optimization.optim_step_progress.total

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from shardplug import heartbeat
 from shardplug.config import Tier
 from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError
@@ -242,6 +243,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
 
     def on_exception(self, exception: BaseException) -> None:
         """Bring the engine back to rest, so that the same module can be fitted again."""
+        heartbeat.raised(exception)  # first, as what follows waits for ranks that did not raise
         self.forget_rng()
         if self._engine is None:
             return

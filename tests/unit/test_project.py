@@ -376,8 +376,13 @@ _LAYERS = {  # part of the package -> parts it may import, besides itself
     "tiers": {"errors"},
     "params": {"core", "tiers", "errors"},
     "optim": {"core", "params", "tiers", "config", "errors"},
-    "engine": {"core", "optim", "params", "checkpoint", "memory", "tiers", "config", "errors"},
-    "hosts": {"engine", "core", "checkpoint", "memory", "config", "errors"},
+    "heartbeat": {"core", "errors"},
+    "monitor": {"checkpoint", "core", "errors"},
+    "engine": {
+        *("core", "optim", "params", "checkpoint", "heartbeat", "memory", "tiers"),
+        *("config", "errors"),
+    },
+    "hosts": {"engine", "core", "checkpoint", "heartbeat", "memory", "config", "errors"},
     "cli": {"engine", "core", "checkpoint", "memory", "tiers", "config", "errors", "__version__"},
     "__main__": {"cli"},
 }

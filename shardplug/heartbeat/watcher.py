@@ -1,0 +1,312 @@
+"""The threads of one rank: one beats and reads, one watches the clock.
+
+Only the beating thread talks to the store, over a connection of its own: where the store's process
+is stopped, it hangs there, and the other thread sees that its rounds have ceased. Nobody waits for
+the store in the main thread for longer than the grace.
+
+Each rank watches the next one (the last watches the first), so the store gets four small messages
+a second from each rank, whatever their number. A verdict that one rank finds is written once, read
+by all in their next round, and ends all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from shardplug.heartbeat.limits import Limits
+from shardplug.heartbeat.process import Process
+
+__all__ = ["Watcher"]
+
+_KEY = "shardplug-heartbeat"
+_EXIT_CODE = 1
+_ALL_NAMED = 64  # ranks, up to which each knows all others' processes
+
+
+class Watcher:
+    """Beats for this rank and watches another.
+
+    Args:
+        store: The store of the default process group. It is kept: where its server is in this
+            process, the server lives as long as the watch.
+        rank: This rank.
+        world_size: Number of ranks.
+        limits: How long a silence is borne.
+        end: Ends the process; for tests.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        limits: Limits,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        assert limits.silence_seconds is not None
+        self.store = store
+        self.pid = os.getpid()
+        self.progress = 0
+        """Phases that this rank has ended."""
+        self._rank = rank
+        self._world_size = world_size
+        self._limits = limits
+        self._silence = limits.silence_seconds
+        self._pause = min(1.0, self._silence / 20)
+        self._end_process = end
+        self._own = Process.own()
+        self._others: dict[int, Process] = {}
+        self._seen: dict[int, tuple[str, float]] = {}  # a rank's beat, and when it came
+        self._gone_since: float | None = None
+        self._last_round = time.monotonic()
+        self._moved = (0, time.monotonic())
+        self._raised = 0  # exceptions that this rank has told of
+        self._deadlines: dict[tuple[int, int], float] = {}
+        self._outgoing: list[tuple[str, str, threading.Event]] = []
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._leaving = False
+        self._left: set[int] = set()
+        self._ending = threading.Lock()
+        self._connection: Any = None
+
+    def start(self) -> None:
+        """Start both threads."""
+        self._connection = self.store.clone()
+        for name, target in (("beat", self._beat_always), ("clock", self._watch_always)):
+            threading.Thread(target=target, name=f"shardplug-{name}", daemon=True).start()
+
+    # ---------------------------------------------------------------- what the main thread calls
+
+    def tell_raised(self, text: str) -> None:
+        """Tell of an exception that other ranks may raise too."""
+        self._raised += 1
+        self._send(f"raised/{self._rank}/{self._raised}", text)
+
+    def tell_died(self, text: str, *, may_follow: bool) -> None:
+        """Tell of an exception that ends this process.
+
+        Args:
+            text: The exception.
+            may_follow: It may be what the loss of another rank looks like from here.
+        """
+        self._raised += 1
+        lost = self._lost_ranks()
+        deadline = time.monotonic() + 1.0  # a killed process closes its connections, then ends
+        while may_follow and not lost and time.monotonic() < deadline:
+            time.sleep(0.05)
+            lost = self._lost_ranks()
+        cause = f"rank {self._rank} ({self._own}) raised\n{text}"
+        if lost:  # the exception follows from it
+            cause = "; ".join(lost)
+            print(f"shardplug: first cause: {cause}", file=sys.stderr, flush=True)
+        self._send("verdict", cause)
+
+    def leave(self) -> None:
+        """Stop beating; where the store is in this process, others may have to hear of it."""
+        self._leaving = True
+        self._send(f"left/{self._rank}", "1")
+        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            self._ended.wait(2 * self._pause + 0.5)  # their next round finds the store
+        self._ended.set()
+
+    def _send(self, name: str, text: str) -> None:
+        sent = threading.Event()
+        self._outgoing.append((name, text, sent))
+        self._wake.set()
+        sent.wait(min(3.0, self._limits.grace_seconds))
+
+    # ---------------------------------------------------------------- the beating thread
+
+    def _beat_always(self) -> None:
+        beats = 0
+        while not self._ended.is_set():
+            beats += 1
+            self._excuse_all_after(self._last_round, time.monotonic())
+            try:
+                self._round(beats)
+            except RuntimeError as error:  # torch's errors of a store that is gone
+                if self._leaving or not dist.is_initialized():
+                    return  # the job is over
+                self._wait_for_store(error)
+                return
+            self._last_round = time.monotonic()
+            self._wake.wait(self._pause)
+            self._wake.clear()
+
+    def _round(self, beats: int) -> None:
+        if not self._others:
+            self._introduce()
+        while self._outgoing:
+            name, text, sent = self._outgoing[0]
+            if name == "verdict":
+                self._connection.compare_set(self._key(name), "", text)
+            else:
+                self._connection.set(self._key(name), text)
+                if name.startswith("raised/"):
+                    self._connection.add(self._key("raised"), 1)
+                    number = self._connection.add(self._key("raised"), 0)
+                    self._connection.set(self._key(f"raising/{number}"), name)
+            self._outgoing.pop(0)
+            sent.set()
+        self._connection.set(self._key(f"beat/{self._rank}"), f"{beats} {self.progress}")
+        if self._connection.check([self._key("verdict")]):
+            self._end(self._get("verdict"))
+        self._hear_of_exceptions()
+        self._look_at_next()
+
+    def _introduce(self) -> None:
+        self._connection.set(self._key(f"process/{self._rank}"), self._own.write())
+        near = {0, (self._rank + 1) % self._world_size, (self._rank - 1) % self._world_size}
+        ranks = set(range(self._world_size)) if self._world_size <= _ALL_NAMED else near
+        keys = {rank: self._key(f"process/{rank}") for rank in sorted(ranks - {self._rank})}
+        if self._connection.check(list(keys.values())):
+            found = self._connection.multi_get(list(keys.values()))
+            self._others = {
+                rank: Process.read(value.decode()) for rank, value in zip(keys, found, strict=True)
+            }
+
+    def _hear_of_exceptions(self) -> None:
+        now = time.monotonic()
+        for number in range(1, self._connection.add(self._key("raised"), 0) + 1):
+            key = f"raising/{number}"
+            if not self._connection.check([self._key(key)]):
+                continue
+            _, rank, count = self._get(key).split("/")
+            which = (int(rank), int(count))
+            if which[0] == self._rank or self._raised >= which[1]:
+                continue  # this rank has raised as often, and handles it
+            due = self._deadlines.setdefault(which, now + self._limits.grace_seconds)
+            if now >= due:
+                text = self._get(f"raised/{rank}/{count}")
+                self._pronounce(f"rank {rank} raised, and the other ranks did not\n{text}")
+
+    def _look_at_next(self) -> None:
+        """Look at the next rank that has not left."""
+        for offset in range(1, self._world_size):
+            rank = (self._rank + offset) % self._world_size
+            if rank not in self._left and self._connection.check([self._key(f"left/{rank}")]):
+                self._left.add(rank)
+            if rank not in self._left:
+                break
+        else:
+            return
+        now = time.monotonic()
+        key = self._key(f"beat/{rank}")
+        beat = self._get(f"beat/{rank}") if self._connection.check([key]) else ""
+        if self._seen.get(rank, ("", 0.0))[0] != beat or rank not in self._seen:
+            self._seen[rank] = (beat, now)
+            return
+        silent = now - self._seen[rank][1]
+        process = self._others.get(rank)
+        state = "unknown" if process is None else process.state(self._own)
+        limit = self._silence * (self._limits.busy_factor if state == "lives" else 1.0)
+        # One that is gone might have left just now: the next round would see it.
+        if not beat or silent <= (3 * self._pause if state == "gone" else limit):
+            return
+        self._pronounce(self._describe(rank, state, silent))
+
+    # ---------------------------------------------------------------- the clock
+
+    def _watch_always(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(self._pause):
+            now = time.monotonic()
+            self._excuse_all_after(before, now)
+            before = now
+            if now - self._last_round > self._silence:
+                self._end(self._store_is_silent(now - self._last_round))
+            stall = self._limits.stall_seconds
+            if self.progress != self._moved[0]:
+                self._moved = (self.progress, now)
+            elif stall is not None and self.progress and now - self._moved[1] > stall:
+                self._send("verdict", self._describe_stall(now - self._moved[1]))
+                self._ended.wait(self._limits.grace_seconds)
+
+    def _excuse_all_after(self, before: float, now: float) -> None:
+        """Start all clocks anew where this process was stopped itself, as then maybe all were."""
+        if now - before <= self._pause + max(1.0, self._silence / 4):
+            return
+        self._last_round = now
+        self._moved = (self.progress, now)
+        self._seen = {rank: (beat, now) for rank, (beat, _) in self._seen.items()}
+
+    def _wait_for_store(self, error: Exception) -> None:
+        """The store has gone; its process may have ended in peace, and this one be about to."""
+        deadline = time.monotonic() + self._limits.grace_seconds
+        while time.monotonic() < deadline and not self._ended.wait(self._pause):
+            self._last_round = time.monotonic()
+            if self._leaving or not dist.is_initialized():
+                return
+        lost = "; ".join(self._lost_ranks())
+        reason = str(error).partition("\n")[0]
+        self._end(lost or f"the store that the ranks met in is gone ({reason})")
+
+    def _store_is_silent(self, seconds: float) -> str:
+        lost = "; ".join(self._lost_ranks())
+        return lost or f"the store that the ranks met in has not answered for {seconds:.0f} s"
+
+    # ---------------------------------------------------------------- verdicts
+
+    def _pronounce(self, cause: str) -> None:
+        self._connection.compare_set(self._key("verdict"), "", cause)
+        self._end(self._get("verdict"))
+
+    def _end(self, cause: str) -> None:
+        """Say why, and end this process, which may be in the middle of anything."""
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # the other thread is at it
+        if self._raised:  # its own exception is on its way out
+            self._ended.wait(self._limits.grace_seconds)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frame)[-8:]) if frame is not None else ""
+        print(
+            f"shardplug: rank {self._rank} is ended, as the job is. First cause: {cause}\n"
+            f"shardplug: rank {self._rank} was at\n{stack}",
+            file=sys.stderr,
+            flush=True,
+        )
+        for process in self._others.values():
+            process.kill(self._own)  # a stopped one would stay behind, and hold its memory
+        self._end_process(_EXIT_CODE)
+        self._ended.set()
+
+    def _lost_ranks(self) -> list[str]:
+        """Name the ranks of this machine whose processes are gone or stopped."""
+        found = []
+        for rank, process in sorted(self._others.items()):
+            state = process.state(self._own)
+            if rank not in self._left and state in ("gone", "stopped"):
+                found.append(self._describe(rank, state, None))
+        return found
+
+    def _describe(self, rank: int, state: str, silent: float | None) -> str:
+        process = self._others.get(rank)
+        who = f"rank {rank}" + ("" if process is None else f" ({process})")
+        how = {
+            "gone": "is gone without a word: it was killed, crashed, or called os._exit",
+            "stopped": "is stopped (SIGSTOP, or suspended)",
+            "lives": "runs, but nothing in Python does",
+            "unknown": "does not beat: its machine, its network or its process is down",
+        }[state]
+        return f"{who} {how}" + ("" if silent is None else f", silent for {silent:.0f} s")
+
+    def _describe_stall(self, seconds: float) -> str:
+        return (
+            f"rank {self._rank} has ended no forward, backward or step for {seconds:.0f} s "
+            f"(SHARDPLUG_STALL_SECONDS); it had ended {self.progress}"
+        )
+
+    def _key(self, name: str) -> str:
+        return f"{_KEY}/{name}"
+
+    def _get(self, name: str) -> str:
+        value: bytes = self._connection.get(self._key(name))
+        return value.decode()

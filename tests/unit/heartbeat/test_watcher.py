@@ -1,0 +1,200 @@
+"""What the ranks' watchers agree on; each test's watchers share one store in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardplug.errors import ConfigError
+from shardplug.heartbeat import Limits
+from shardplug.heartbeat.process import Process
+from shardplug.heartbeat.watcher import Watcher
+
+QUICK = Limits(silence_seconds=2.0, grace_seconds=0.6)
+
+
+class Group:
+    """Watchers of one group; an ended one is noted instead of ending the process."""
+
+    def __init__(self, world_size: int, limits: Limits) -> None:
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False
+        )
+        self.ended: dict[int, float] = {}
+        self.changed = threading.Condition()
+        self.watchers = [
+            Watcher(self.store, rank, world_size, limits, end=self._note(rank))
+            for rank in range(world_size)
+        ]
+        for watcher in self.watchers:
+            watcher.start()
+        deadline = time.monotonic() + 10
+        while not all(watcher._seen and watcher._others for watcher in self.watchers):
+            assert time.monotonic() < deadline, "the watchers do not see each other"
+            time.sleep(0.02)
+
+    def _note(self, rank: int) -> Any:
+        def end(code: int) -> None:
+            assert code != 0
+            with self.changed:
+                self.ended[rank] = time.monotonic()
+                self.changed.notify_all()
+
+        return end
+
+    def wait(self, ranks: set[int], seconds: float = 10.0) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(self.ended) >= ranks, seconds), self.ended
+
+    def close(self) -> None:
+        for watcher in self.watchers:
+            watcher._leaving = True
+            watcher._ended.set()
+            watcher._wake.set()
+
+
+@pytest.fixture(autouse=True)
+def in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+
+
+@pytest.fixture
+def three() -> Iterator[Group]:
+    group = Group(3, QUICK)
+    yield group
+    group.close()
+
+
+def test_ranks_that_beat_and_ranks_that_leave_are_no_alarm(three: Group) -> None:
+    three.watchers[1].leave()
+    time.sleep(2.6)
+    assert three.ended == {}
+    assert 1 in three.watchers[0]._left
+
+
+def test_an_uncaught_exception_ends_every_rank_with_it(
+    three: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three.watchers[1].tell_died("ValueError: the cause", may_follow=False)
+    three.wait({0, 2})
+    printed = capsys.readouterr().err
+    assert printed.count("ValueError: the cause") >= 2
+    assert "First cause: rank 1 (process" in printed
+    assert "rank 0 was at" in printed and "rank 2 was at" in printed
+
+
+def test_an_exception_on_one_rank_only_ends_the_others_after_the_grace(
+    three: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three.watchers[2].tell_raised("ValueError: only here")
+    three.wait({0, 1})
+    assert "rank 2 raised, and the other ranks did not\nValueError" in capsys.readouterr().err
+
+
+def test_an_exception_on_every_rank_is_left_to_them(three: Group) -> None:
+    for watcher in three.watchers:
+        watcher.tell_raised("ValueError: everywhere")
+    time.sleep(1.5)
+    assert three.ended == {}
+    three.watchers[0].tell_raised("ValueError: the second, only here")
+    three.wait({1, 2})
+
+
+def test_silence_on_another_machine_ends_the_job_after_the_limit(
+    three: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = three.watchers[1]
+    for other in (0, 2):
+        known = three.watchers[other]._others
+        known[1] = dataclasses.replace(known[1], host="elsewhere")
+    begin = time.monotonic()
+    silent._leaving = True
+    silent._ended.set()
+    three.wait({0, 2})
+    assert min(three.ended.values()) - begin > 1.5
+    assert "rank 1 (process" in (printed := capsys.readouterr().err)
+    assert "on elsewhere) does not beat" in printed
+
+
+def test_silence_of_a_process_that_runs_here_is_borne_longer(three: Group) -> None:
+    silent = three.watchers[1]  # this process: it lives
+    silent._leaving = True
+    silent._ended.set()
+    time.sleep(3.0)
+    assert three.ended == {}
+
+
+def test_a_rank_that_was_stopped_itself_accuses_nobody(three: Group) -> None:
+    watcher = three.watchers[0]
+    now = time.monotonic()
+    watcher._seen[1] = (watcher._seen[1][0], now - 100)
+    watcher._excuse_all_after(now - 100, now)
+    assert now - watcher._seen[1][1] < 1
+
+
+def test_a_silent_store_ends_the_rank_that_asks_it(capsys: pytest.CaptureFixture[str]) -> None:
+    group = Group(2, QUICK)
+    watcher = group.watchers[0]
+    asleep = threading.Event()
+    watcher._round = lambda beats: asleep.wait(20)  # type: ignore[assignment,return-value,method-assign]
+    group.wait({0})
+    assert "has not answered for 2 s" in capsys.readouterr().err
+    asleep.set()
+    group.close()
+
+
+def test_a_stall_is_an_alarm_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    group = Group(2, dataclasses.replace(QUICK, stall_seconds=2.0))
+    time.sleep(2.5)
+    assert group.ended == {}  # not before the first phase: compiling takes its time
+    for watcher in group.watchers:
+        watcher.progress = 7
+    group.wait({0, 1})
+    assert "has ended no forward, backward or step for" in capsys.readouterr().err
+    group.close()
+
+
+def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
+    here = Process.own()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        process = Process(here.host, child.pid, started)
+        assert process.state(here) == "lives"
+        process.kill(here)
+        assert child.poll() is None  # only a stopped one is killed
+        child.send_signal(19)
+        deadline = time.monotonic() + 10
+        while process.state(here) != "stopped":
+            assert time.monotonic() < deadline
+        assert dataclasses.replace(process, started="1").state(here) == "gone"
+        assert dataclasses.replace(process, host="elsewhere").state(here) == "unknown"
+        process.kill(here)
+        assert child.wait(10) == -9
+        assert process.state(here) == "gone"
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDPLUG_HEARTBEAT_SECONDS", raising=False)
+    assert Limits.from_environment() == Limits(silence_seconds=20.0, stall_seconds=None)
+    monkeypatch.setenv("SHARDPLUG_HEARTBEAT_SECONDS", "0")
+    monkeypatch.setenv("SHARDPLUG_STALL_SECONDS", "600")
+    assert Limits.from_environment() == Limits(silence_seconds=None, stall_seconds=600.0)
+    monkeypatch.setenv("SHARDPLUG_HEARTBEAT_SECONDS", "soon")
+    with pytest.raises(ConfigError, match="Expected SHARDPLUG_HEARTBEAT_SECONDS to be seconds"):
+        Limits.from_environment()
+    with pytest.raises(ConfigError, match="Expected silence_seconds of 2 seconds or more"):
+        Limits(silence_seconds=0.5)
