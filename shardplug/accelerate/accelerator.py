@@ -16,7 +16,12 @@ from torch.utils.data import DataLoader
 from shardplug.accelerate import states
 from shardplug.accelerate.base import engine_of
 from shardplug.accelerate.gradients import GradientMethods
-from shardplug.accelerate.loaders import advance_past_skipped, agree_on_order, refuse_uneven
+from shardplug.accelerate.loaders import (
+    advance_past_skipped,
+    agree_on_order,
+    keep_in_step,
+    refuse_uneven,
+)
 from shardplug.accelerate.mixed import add_autocast, remove_autocast
 from shardplug.accelerate.saving import SavingMethods
 from shardplug.errors import ConfigError, ModelError, OptimizerError
@@ -185,11 +190,14 @@ class Accelerator(GradientMethods, SavingMethods):
             *args: As for `accelerate.Accelerator.prepare_data_loader`.
             **kwargs: As for `accelerate.Accelerator.prepare_data_loader`.
 
+        Streamed data (an IterableDataset) ends on every rank when the first rank has no more.
+
         Raises:
             ConfigError: When `even_batches=False` gives the ranks different numbers of batches.
         """
         prepared: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
         agree_on_order(prepared)
+        keep_in_step(prepared)
         if not self.even_batches:
             refuse_uneven(prepared)
         return prepared
@@ -204,6 +212,7 @@ class Accelerator(GradientMethods, SavingMethods):
             num_batches: Batches of this rank that are left out at the beginning.
         """
         skipped: DataLoader[Any] = super().skip_first_batches(dataloader, num_batches)
+        keep_in_step(skipped)
         advance_past_skipped(dataloader, skipped)
         return skipped
 

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug.errors import ConfigError
+from shardplug.hosts.even import fetch_in_step, reads_in_step
 
 __all__ = [
     "advance_past_skipped",
     "agree_on_order",
+    "keep_in_step",
     "load_loader_state",
     "loader_state",
     "refuse_uneven",
@@ -31,6 +33,21 @@ def agree_on_order(loader: DataLoader[Any]) -> None:
         seed = [sampler.initial_seed]
         broadcast_object_list(seed)
         sampler.initial_seed = seed[0]
+
+
+def keep_in_step(loader: DataLoader[Any]) -> None:
+    """Let a loader of streamed data end on every rank when the first rank ends. Collective.
+
+    Raises:
+        ConfigError: On every rank, when the streams say that their lengths differ.
+    """
+    inner = getattr(loader, "base_dataloader", None)
+    if isinstance(loader, DataLoaderShard) and isinstance(inner, DataLoader):
+        # Inside of Accelerate's loader, which reads one batch ahead to know the last one.
+        if isinstance(inner.dataset, IterableDataset):
+            fetch = fetch_in_step(inner)
+            if fetch is not None:
+                loader.base_dataloader = reads_in_step(inner, fetch)
 
 
 def refuse_uneven(loader: DataLoader[Any]) -> None:

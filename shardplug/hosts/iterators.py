@@ -23,6 +23,8 @@ class Position:
     """Context that the iterator of a new epoch is made in."""
     resumed: Callable[[int, int], None] = lambda saved, skipped: None
     """Told how many batches the saved run had used, and how many of this loader's those are."""
+    fetch: Callable[[Callable[[], Any]], Any] | None = None
+    """Reads a batch in step with the other ranks, where their data may end at different times."""
     batches: int = 0
     """Batches of this epoch handed out."""
     at_start: dict[str, Any] | None = None
@@ -109,7 +111,10 @@ class Counted(Iterator[Any]):
                     next(self._iterator, None)
             self._drop = 0
         position.before_fetch()
-        batch = next(self._iterator)
+        if position.fetch is None:
+            batch = next(self._iterator)
+        else:
+            batch = position.fetch(lambda: next(self._iterator))
         position.batches += 1
         return batch
 

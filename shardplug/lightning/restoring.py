@@ -23,7 +23,8 @@ from shardplug.checkpoint import Reader, load_model, load_optimizer
 from shardplug.checkpoint.manifest import FORMAT
 from shardplug.errors import CheckpointError, ConfigError
 from shardplug.hosts import hyper_parameters, meta, opening
-from shardplug.hosts.loader import resumable
+from shardplug.hosts.even import fetch_in_step, reads_in_step
+from shardplug.hosts.loader import is_resumable, resumable
 from shardplug.hosts.paths import local_path
 from shardplug.hosts.rng import replaying, rng_state, set_rng_state
 from shardplug.lightning import callbacks, tensors
@@ -197,11 +198,20 @@ class Restores(_Base):  # type: ignore[misc]
         callbacks.set_trainable(self.lightning_module.trainer, self.lightning_module, names)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Make an ordinary training DataLoader resumable in the middle of an epoch."""
+        """Keep the ranks' loaders in step, and make training ones resumable within an epoch."""
         module = self.lightning_module
-        if module is None or not module.trainer.training or not isinstance(dataloader, DataLoader):
+        if module is None or not isinstance(dataloader, DataLoader):
             return dataloader
-        return resumable(dataloader, self._before_fetch, self._before_epoch, self._count_batches)
+        trainer = module.trainer
+        limit = getattr(trainer, f"limit_{trainer.state.stage.dataloader_prefix}_batches")
+        fetch = fetch_in_step(dataloader, limit)
+        if fetch is not None and (not trainer.training or is_resumable(dataloader)):
+            return reads_in_step(dataloader, fetch)
+        if not trainer.training:
+            return dataloader
+        return resumable(
+            dataloader, self._before_fetch, self._before_epoch, self._count_batches, fetch
+        )
 
     def _count_batches(self, saved: int, skipped: int) -> None:
         """Count the epoch's batches in this run's size, from which accumulation windows follow.

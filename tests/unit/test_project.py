@@ -382,7 +382,11 @@ _LAYERS = {  # part of the package -> parts it may import, besides itself
         *("core", "optim", "params", "checkpoint", "heartbeat", "memory", "tiers"),
         *("config", "errors"),
     },
-    "hosts": {"engine", "core", "checkpoint", "heartbeat", "memory", "config", "errors"},
+    "hosts": {
+        *("engine", "windows", "core", "checkpoint", "heartbeat", "memory"),
+        *("config", "errors"),
+    },
+    "windows": {"errors"},
     "cli": {"engine", "core", "checkpoint", "memory", "tiers", "config", "errors", "__version__"},
     "__main__": {"cli"},
 }
