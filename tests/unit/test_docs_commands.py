@@ -17,6 +17,7 @@ CI = ".ci/run"
 
 # Commands that are run, and by what: a test, or the script that runs everything.
 RUN = {
+    "python recipes/finetune_lora.py": "tests/recipes/test_lora.py::test_adapter_of_a_resumed_run",
     "pip install -c constraints.txt '.[recipes]' && python recipes/finetune_llama_lightning.py": CI,
     "pip install -c constraints.txt '.[test]' && pytest": CI,
     "pip install -c constraints.txt '.[recipes]'": CI,
