@@ -46,6 +46,7 @@ RUN = {
     "accelerate launch --config_file recipes/configs/zero3.yaml recipes/finetune_trl_sft.py": (
         "tests/recipes/test_trainer_recipes.py::start"
     ),
+    "python recipes/finetune_lora.py": "tests/recipes/test_lora.py::test_adapter_of_a_resumed_run",
     "torchrun --nproc-per-node 2 recipes/pretrain_llama.py": (
         "tests/recipes/test_pretrain.py"
         "::test_pretraining_as_printed_and_over_nodes_and_after_a_kill"
@@ -58,8 +59,7 @@ RUN = {
     ),
     "accelerate launch --config_file recipes/configs/multimodal.yaml "
     "recipes/finetune_multimodal.py": (
-        "tests/recipes/test_multimodal.py"
-        "::test_as_printed_with_text_alone_on_one_rank_and_resumed"
+        "tests/recipes/test_multimodal.py::test_as_printed_with_text_alone_on_one_rank_and_resumed"
     ),
     "python recipes/train_capped.py --in-memory": (
         "tests/recipes/test_capped.py::test_losses_are_those_of_a_run_in_memory"
