@@ -51,6 +51,8 @@ class Options:
     """ZeRO stage: what is gathered when."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where the optimizer's state lives: on the device, in CPU memory, or in files."""
+    offload_params: Literal["none", "cpu", "nvme"] = "none"
+    """Where parameters and gradients live between uses, at stage 3; takes offload_optimizer too."""
     nvme_path: str | None = None
     """Folder for these files."""
     devices: int = 0
@@ -221,6 +223,7 @@ def main(options: Options) -> None:
     strategy = ZeroStrategy(
         stage=options.stage,
         offload_optimizer=options.offload_optimizer,
+        offload_params=options.offload_params,
         nvme_path=options.nvme_path,
     )
     on_gpu = options.accelerator != "cpu" and torch.cuda.is_available()

@@ -321,7 +321,7 @@ def test_configuration_file_is_accepted_in_full(path):
         return
     from jsonargparse import auto_cli
 
-    named = re.search(r"recipes/(finetune_\w+)\.py", path.read_text())
+    named = re.search(r"recipes/((?:finetune|pretrain)_\w+)\.py", path.read_text())
     assert named is not None, "the file says which recipe it is for"
     recipe = importlib.import_module(named[1])
     options = auto_cli(recipe.Options, as_positional=False, args=["--config", str(path)])

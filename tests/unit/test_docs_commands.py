@@ -47,6 +47,24 @@ RUN = {
     "accelerate launch --config_file recipes/configs/zero3.yaml recipes/finetune_trl_sft.py": (
         "tests/recipes/test_trainer_recipes.py::start"
     ),
+    "python recipes/finetune_lora.py": "tests/recipes/test_lora.py::test_adapter_of_a_resumed_run",
+    "torchrun --nproc-per-node 2 recipes/pretrain_llama.py": (
+        "tests/recipes/test_pretrain.py"
+        "::test_pretraining_as_printed_and_over_nodes_and_after_a_kill"
+    ),
+    "sbatch recipes/slurm/pretrain_llama.sbatch": (
+        "tests/recipes/test_pretrain.py::test_the_slurm_script_starts_torchrun_on_every_node"
+    ),
+    "python recipes/finetune_vit.py": (
+        "tests/recipes/test_vit.py::test_the_printed_line_learns_and_its_model_loads"
+    ),
+    "accelerate launch --config_file recipes/configs/multimodal.yaml "
+    "recipes/finetune_multimodal.py": (
+        "tests/recipes/test_multimodal.py::test_as_printed_with_text_alone_on_one_rank_and_resumed"
+    ),
+    "python recipes/train_capped.py --in-memory": (
+        "tests/recipes/test_capped.py::test_losses_are_those_of_a_run_in_memory"
+    ),
     "python recipes/finetune_llama_lightning.py --steps 20": f"{GUIDES}::test_export",
     "shardplug inspect runs/lightning/checkpoints": f"{GUIDES}::test_export",
     "shardplug export runs/lightning/checkpoints/step-00020.ckpt exported "
@@ -119,6 +137,8 @@ NOT_RUN = {
     "accelerate launch --config_file recipes/configs/zero3.yaml --num_machines 2 "
     "--num_processes 16 --machine_rank 0 --main_process_ip node0 --main_process_port 29500 "
     "recipes/finetune_llama_accelerate.py": SEVERAL_NODES,
+    "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE:29500 "
+    "recipes/pretrain_llama.py --config recipes/configs/pretrain_llama3_8b.yaml": SEVERAL_NODES,
     "srun python train.py": SEVERAL_NODES,
     'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)': SEVERAL_NODES,
     'srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --rdzv-backend c10d '
