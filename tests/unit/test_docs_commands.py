@@ -184,7 +184,7 @@ def test_what_runs_a_command_exists(place: str) -> None:
 
 @pytest.mark.parametrize("command", BENCHMARKS)
 def test_benchmark_commands_name_scripts_and_options_that_exist(command: str) -> None:
-    script = re.search(r"recipes/bench/\w+\.py|tests/[\w/]+\.py|tests(?:\.\w+)+", command)
+    script = re.search(r"recipes/(?:bench/)?\w+\.py|tests/[\w/]+\.py|tests(?:\.\w+)+", command)
     if script is None:
         assert command.startswith("shardplug plan ")
         return
