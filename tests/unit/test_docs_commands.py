@@ -127,6 +127,8 @@ RUN = {
     ),
     "shardplug export runs/checkpoint-500/pytorch_model_fsdp_and_optimizer my_model "
     "--tokenizer my_tokenizer": "tests/dist/test_export.py::test_tokenizer_files_come_along",
+    "python recipes/finetune_lora.py": "tests/recipes/test_lora.py",
+    "shardplug export CHECKPOINT OUT": "tests/unit/test_cli.py::test_export",
     "shardplug inspect FOLDER --verify": "tests/unit/test_cli.py::test_inspect_a_checkpoint",
 }
 
@@ -205,7 +207,7 @@ def test_what_runs_a_command_exists(place: str) -> None:
 
 @pytest.mark.parametrize("command", BENCHMARKS)
 def test_benchmark_commands_name_scripts_and_options_that_exist(command: str) -> None:
-    script = re.search(r"recipes/bench/\w+\.py|tests/[\w/]+\.py|tests(?:\.\w+)+", command)
+    script = re.search(r"recipes/(?:bench/)?\w+\.py|tests/[\w/]+\.py|tests(?:\.\w+)+", command)
     if script is None:
         assert command.startswith("shardplug plan ")
         return
