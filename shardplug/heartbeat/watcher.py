@@ -40,6 +40,8 @@ class Watcher:
         rank: This rank.
         world_size: Number of ranks.
         limits: How long a silence is borne.
+        name: The same on all ranks, and no other attempt's: a launcher that restarts the job may
+            keep the store, and with it the verdict that ended the attempt before.
         end: Ends the process; for tests.
     """
 
@@ -49,6 +51,7 @@ class Watcher:
         rank: int,
         world_size: int,
         limits: Limits,
+        name: str = "",
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         assert limits.silence_seconds is not None
@@ -59,6 +62,7 @@ class Watcher:
         self._rank = rank
         self._world_size = world_size
         self._limits = limits
+        self._name = name
         self._silence = limits.silence_seconds
         self._pause = min(1.0, self._silence / 20)
         self._end_process = end
@@ -305,7 +309,7 @@ class Watcher:
         )
 
     def _key(self, name: str) -> str:
-        return f"{_KEY}/{name}"
+        return f"{_KEY}{self._name}/{name}"
 
     def _get(self, name: str) -> str:
         value: bytes = self._connection.get(self._key(name))
