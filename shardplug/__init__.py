@@ -19,10 +19,12 @@ from shardplug.errors import (
     StorageError,
 )
 
-if _TYPE_CHECKING or not _refuse_the_rest():
+if _TYPE_CHECKING:
     from shardplug.engine import ZeroEngine
-else:
+elif _refuse_the_rest():
     from shardplug._undistributed import ZeroEngine
+else:
+    from shardplug.engine import ZeroEngine
 
 __version__ = "0.1.0"
 

@@ -20,8 +20,8 @@ __all__ = ["MISSING", "ZeroEngine", "refuse_the_rest"]
 
 MISSING = (
     "Expected a build of torch with torch.distributed, got one without "
-    "(torch.distributed.is_available() is False). Install torch from pytorch.org or PyPI for Linux, "
-    "or build it with USE_DISTRIBUTED=1."
+    "(torch.distributed.is_available() is False). Install torch from PyPI for Linux, or build "
+    "it with USE_DISTRIBUTED=1."
 )
 
 _HARMLESS = {"__main__", "_hosts", "_undistributed", "cli", "config", "errors"}

@@ -24,7 +24,7 @@ _hooked = False
 
 
 def start(limits: Limits | None = None) -> bool:
-    """Watch the ranks of the default process group, and be watched; once for each group. Collective.
+    """Watch the ranks of the default process group, and be watched. Collective, once a group.
 
     A process group that did not meet in a TCPStore (a file, MPI) is not
     watched, nor is one rank alone.
