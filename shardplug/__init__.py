@@ -22,7 +22,7 @@ from shardplug.errors import (
 if _TYPE_CHECKING:
     from shardplug.engine import ZeroEngine
 elif _refuse_the_rest():
-    from shardplug._undistributed import ZeroEngine
+    from shardplug._undistributed import ZeroEngine  # type: ignore[assignment]
 else:
     from shardplug.engine import ZeroEngine
 

@@ -29,8 +29,11 @@ def test_tasks_that_are_not_the_devices_are_refused(
     monkeypatch: pytest.MonkeyPatch, tasks: int, devices: int
 ) -> None:
     _slurm(monkeypatch, tasks, "train")
+    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy="zero3", logger=False)
+    assert type(trainer.strategy.cluster_environment).__name__ == "SLURMEnvironment"
+    trainer.strategy._configure_launcher()  # which fit, validate, ... begin with
     with pytest.raises(ValueError, match=f"devices={devices}.*{tasks}"):
-        pl.Trainer(accelerator="cpu", devices=devices, strategy="zero3", logger=False)
+        trainer.strategy.launcher.launch(lambda: None)
 
 
 @pytest.mark.parametrize("name", ["bash", "interactive"])
