@@ -4,9 +4,11 @@ Importing shardplug makes `Trainer(strategy="zero3")` and `Fabric(strategy="zero
 loads none of the frameworks itself.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from shardplug._hosts import install as _install
+from shardplug._undistributed import refuse_the_rest as _refuse_the_rest
 from shardplug.config import ZeroConfig
-from shardplug.engine import ZeroEngine
 from shardplug.errors import (
     CheckpointError,
     ConfigError,
@@ -16,6 +18,13 @@ from shardplug.errors import (
     ShardplugError,
     StorageError,
 )
+
+if _TYPE_CHECKING:
+    from shardplug.engine import ZeroEngine
+elif _refuse_the_rest():
+    from shardplug._undistributed import ZeroEngine  # type: ignore[assignment]
+else:
+    from shardplug.engine import ZeroEngine
 
 __version__ = "0.1.0"
 

@@ -8,13 +8,20 @@ help, `add_arguments(parser)` declares its options, and `run(arguments)` returns
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import pkgutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
 
 from shardplug import __version__, errors
+from shardplug._undistributed import MISSING
 
 __all__ = ["main"]
 
@@ -51,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardplug {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in sorted(info.name for info in pkgutil.iter_modules(__path__)):
-        module = importlib.import_module(f"{__name__}.{name}")
+        module = _command(name)
         help_line, _, description = str(module.__doc__).partition("\n")
         command = commands.add_parser(
             name,
@@ -62,3 +69,19 @@ def _parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
+
+
+def _command(name: str) -> Any:
+    """Import a subcommand; its docstring alone where torch has no torch.distributed."""
+    if dist.is_available():
+        return importlib.import_module(f"{__name__}.{name}")
+    source = (Path(__file__).parent / f"{name}.py").read_text()
+    return SimpleNamespace(
+        __doc__=ast.get_docstring(ast.parse(source)),
+        add_arguments=lambda parser: parser.add_argument("rest", nargs=argparse.REMAINDER),
+        run=_without_distributed,
+    )
+
+
+def _without_distributed(arguments: argparse.Namespace) -> int:
+    raise errors.ConfigError(MISSING)

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from types import TracebackType
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -23,9 +24,9 @@ _hooked = False
 
 
 def start(limits: Limits | None = None) -> bool:
-    """Watch the ranks of the default process group, and be watched; once for each group.
+    """Watch the ranks of the default process group, and be watched. Collective, once a group.
 
-    Call it on every rank. A process group that did not meet in a TCPStore (a file, MPI) is not
+    A process group that did not meet in a TCPStore (a file, MPI) is not
     watched, nor is one rank alone.
 
     Args:
@@ -36,7 +37,7 @@ def start(limits: Limits | None = None) -> bool:
     """
     global _watcher
     limits = limits or Limits.from_environment()
-    if limits.silence_seconds is None or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     store = default_tcp_store()
     if store is None:
@@ -44,7 +45,11 @@ def start(limits: Limits | None = None) -> bool:
     if _watcher is not None and _watcher.store is store and _watcher.pid == os.getpid():
         return True
     stop()
-    _watcher = Watcher(store, dist.get_rank(), dist.get_world_size(), limits)
+    name = [uuid4().hex[:8]]
+    dist.broadcast_object_list(name)
+    if limits.silence_seconds is None:
+        return False
+    _watcher = Watcher(store, dist.get_rank(), dist.get_world_size(), limits, name[0])
     _watcher.start()
     _hook()
     return True

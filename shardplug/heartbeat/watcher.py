@@ -40,6 +40,8 @@ class Watcher:
         rank: This rank.
         world_size: Number of ranks.
         limits: How long a silence is borne.
+        name: The same on all ranks, and no other attempt's: a launcher that restarts the job may
+            keep the store, and with it the verdict that ended the attempt before.
         end: Ends the process; for tests.
     """
 
@@ -49,6 +51,7 @@ class Watcher:
         rank: int,
         world_size: int,
         limits: Limits,
+        name: str = "",
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         assert limits.silence_seconds is not None
@@ -59,6 +62,7 @@ class Watcher:
         self._rank = rank
         self._world_size = world_size
         self._limits = limits
+        self._name = name
         self._silence = limits.silence_seconds
         self._pause = min(1.0, self._silence / 20)
         self._end_process = end
@@ -76,12 +80,15 @@ class Watcher:
         self._left: set[int] = set()
         self._ending = threading.Lock()
         self._connection: Any = None
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start both threads."""
         self._connection = self.store.clone()
         for name, target in (("beat", self._beat_always), ("clock", self._watch_always)):
-            threading.Thread(target=target, name=f"shardplug-{name}", daemon=True).start()
+            thread = threading.Thread(target=target, name=f"shardplug-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     # ---------------------------------------------------------------- what the main thread calls
 
@@ -116,6 +123,11 @@ class Watcher:
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._ended.wait(2 * self._pause + 0.5)  # their next round finds the store
         self._ended.set()
+        self._wake.set()
+        # A thread that comes back from the store while the interpreter goes would abort the process.
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self._limits.grace_seconds)
 
     def _send(self, name: str, text: str) -> None:
         sent = threading.Event()
@@ -305,7 +317,7 @@ class Watcher:
         )
 
     def _key(self, name: str) -> str:
-        return f"{_KEY}/{name}"
+        return f"{_KEY}{self._name}/{name}"
 
     def _get(self, name: str) -> str:
         value: bytes = self._connection.get(self._key(name))

@@ -369,6 +369,7 @@ def test_private_names_of_torch_are_used_in_one_file_only() -> None:
 
 _LAYERS = {  # part of the package -> parts it may import, besides itself
     "errors": set(),
+    "_undistributed": {"errors"},
     "config": {"errors"},
     "core": {"config", "errors"},
     "checkpoint": {"core", "config", "errors"},
@@ -387,7 +388,10 @@ _LAYERS = {  # part of the package -> parts it may import, besides itself
         *("config", "errors"),
     },
     "windows": {"errors"},
-    "cli": {"engine", "core", "checkpoint", "memory", "tiers", "config", "errors", "__version__"},
+    "cli": {
+        *("_undistributed", "engine", "core", "checkpoint", "memory", "tiers", "config", "errors"),
+        "__version__",
+    },
     "__main__": {"cli"},
 }
 _ADAPTERS = {"lightning", "fabric", "accelerate", "hf", "run"}
