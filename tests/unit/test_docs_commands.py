@@ -47,7 +47,6 @@ RUN = {
     "accelerate launch --config_file recipes/configs/zero3.yaml recipes/finetune_trl_sft.py": (
         "tests/recipes/test_trainer_recipes.py::start"
     ),
-    "python recipes/finetune_lora.py": "tests/recipes/test_lora.py::test_adapter_of_a_resumed_run",
     "torchrun --nproc-per-node 2 recipes/pretrain_llama.py": (
         "tests/recipes/test_pretrain.py"
         "::test_pretraining_as_printed_and_over_nodes_and_after_a_kill"
@@ -127,7 +126,6 @@ RUN = {
     ),
     "shardplug export runs/checkpoint-500/pytorch_model_fsdp_and_optimizer my_model "
     "--tokenizer my_tokenizer": "tests/dist/test_export.py::test_tokenizer_files_come_along",
-    "python recipes/finetune_lora.py": "tests/recipes/test_lora.py",
     "shardplug export CHECKPOINT OUT": "tests/unit/test_cli.py::test_export",
     "shardplug inspect FOLDER --verify": "tests/unit/test_cli.py::test_inspect_a_checkpoint",
 }
