@@ -20,8 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardplug import __version__, errors
-from shardplug._undistributed import MISSING
+from shardplug import __version__, _undistributed, errors
 
 __all__ = ["main"]
 
@@ -84,4 +83,4 @@ def _command(name: str) -> Any:
 
 
 def _without_distributed(arguments: argparse.Namespace) -> int:
-    raise errors.ConfigError(MISSING)
+    raise errors.ConfigError(_undistributed.MISSING)

@@ -124,7 +124,7 @@ class Watcher:
             self._ended.wait(2 * self._pause + 0.5)  # their next round finds the store
         self._ended.set()
         self._wake.set()
-        # A thread that comes back from the store while the interpreter goes would abort the process.
+        # A thread that comes back from the store while the interpreter goes aborts the process.
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self._limits.grace_seconds)

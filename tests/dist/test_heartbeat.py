@@ -64,6 +64,7 @@ def test_every_rank_ends(pool: RankPool, tmp_path: Path, fault: str, who: int) -
         _train, 2, f"127.0.0.1:{port}", str(tmp_path), fault, who, expect_death=True, timeout=25
     )
     assert time.monotonic() - begin < 25  # far above the limits of 2 s
+    pool.close()  # the ranks are gone, though some may not be known to be yet
     text = (tmp_path / str(1 - who)).read_text()
     cause = {"stop": "is stopped (SIGSTOP, or suspended)", "raise": "ValueError: the first cause"}
     assert f"First cause: rank {who}" in text

@@ -64,6 +64,10 @@ RUN = {
     "python recipes/train_capped.py --in-memory": (
         "tests/recipes/test_capped.py::test_losses_are_those_of_a_run_in_memory"
     ),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 8 "
+    "--max-restarts 3 --rdzv-backend c10d --rdzv-id job7 --rdzv-endpoint node0:29400 train.py": (
+        "tests/dist/test_elastic.py::test_a_lost_machine_leaves_the_job_to_the_others"
+    ),
     "python recipes/finetune_llama_lightning.py --steps 20": f"{GUIDES}::test_export",
     "shardplug inspect runs/lightning/checkpoints": f"{GUIDES}::test_export",
     "shardplug export runs/lightning/checkpoints/step-00020.ckpt exported "
