@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ from shardplug.cli import main
 from shardplug.core import grads
 from shardplug.core._torch import local_tensor
 from shardplug.memory import plan
-from tests.dist.test_offload import Flat, config, owned, run, same_state, same_weights, train
+from tests.dist.test_offload import config, owned, run, same_state, same_weights, train
 from tests.dist.test_offload_checkpoint import fresh
 from tests.support.drives import memory_drive
 from tests.support.faults import files_in

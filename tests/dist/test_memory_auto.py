@@ -123,9 +123,7 @@ def _offloaded(tier: str, folder: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_state_outside_the_device_is_announced(
-    pool: RankPool, tmp_path: Path, tier: str
-) -> None:
+def test_state_outside_the_device_is_announced(pool: RankPool, tmp_path: Path, tier: str) -> None:
     """Case 23: the estimate that is printed is within a tenth of what is held."""
     first, second = pool.run(_offloaded, 2, tier, str(tmp_path))
     assert not second[0]

@@ -98,7 +98,9 @@ CASES = {
         disk=2**20,
     ),
     "frozen part": Case("gathered", "zero2", **LARGE, layers=6, frozen=True, optimizer="adamw"),
-    "host tier": Case("optimizer_state_cpu", "zero3_cpu", **LARGE, layers=16, optimizer="adamw", budget=0.92),
+    "host tier": Case(
+        "optimizer_state_cpu", "zero3_cpu", **LARGE, layers=16, optimizer="adamw", budget=0.92
+    ),
     "optimizer state": Case(
         "optimizer_state", "zero3", **LARGE, layers=16, optimizer="adamw", budget=0.92
     ),

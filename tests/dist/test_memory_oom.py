@@ -64,9 +64,7 @@ def _fail(folder: Path, where: str, planned: bool) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
-def test_the_report_is_printed_once_and_written(
-    pool: RankPool, tmp_path: Path, where: str
-) -> None:
+def test_the_report_is_printed_once_and_written(pool: RankPool, tmp_path: Path, where: str) -> None:
     results = pool.run(_fail, 2, tmp_path, where, True)
     assert all("allocate" in error for error, _ in results)  # the original error goes on
     printed = [text for _, text in results if text]

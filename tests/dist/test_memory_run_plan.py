@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.memory import BOOK_KINDS, PHASES, JsonlSink, MemoryTracker, PlanSink, PngSink, RunPlan
+from shardplug.memory import (
+    BOOK_KINDS,
+    PHASES,
+    JsonlSink,
+    MemoryTracker,
+    PlanSink,
+    PngSink,
+    RunPlan,
+)
 from shardplug.memory.run_plan import predicted_books
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
@@ -96,7 +104,11 @@ def _run(
                 optimizer.zero_grad()
         tracker.close()
     ours = ("plan", "rank", "Rank")
-    return tracker.plan, losses, [m for w in caught if any(o in (m := str(w.message)) for o in ours)]
+    return (
+        tracker.plan,
+        losses,
+        [m for w in caught if any(o in (m := str(w.message)) for o in ours)],
+    )
 
 
 def _books_are_the_plans(folder: Path, plan: RunPlan, world_size: int) -> int:

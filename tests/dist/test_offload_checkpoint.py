@@ -252,5 +252,3 @@ def refusals(root: str) -> None:
 
 def test_what_cannot_be_streamed_is_named(pool: RankPool, tmp_path: Path) -> None:
     pool.run(refusals, 2, str(tmp_path))
-
-

@@ -130,9 +130,7 @@ def outside_the_step(root: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", (1, 2))
-def test_faults_of_gathers_and_gradients(
-    pool: RankPool, tmp_path: Path, world_size: int
-) -> None:
+def test_faults_of_gathers_and_gradients(pool: RankPool, tmp_path: Path, world_size: int) -> None:
     pool.run(outside_the_step, world_size, str(tmp_path))
 
 

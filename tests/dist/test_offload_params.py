@@ -1,4 +1,4 @@
-"""Parameters in files: what touching them gives, in which dtypes they are kept, when they are read."""
+"""Parameters in files: what touching them gives, which dtypes they have, when they are read."""
 
 from __future__ import annotations
 
@@ -96,8 +96,10 @@ def test_touching_a_parameter_gives_its_values(
 
 def in_bf16(root: str) -> None:
     results = []
-    for make in (lambda: ZeroEngine(ZeroConfig(stage=3, param_dtype="bf16")),
-                 lambda: engine_of(root, param_dtype="bf16")):
+    for make in (
+        lambda: ZeroEngine(ZeroConfig(stage=3, param_dtype="bf16")),
+        lambda: engine_of(root, param_dtype="bf16"),
+    ):
         torch.manual_seed(3)
         engine = make()
         model = engine.shard(TinyLM())

@@ -178,7 +178,9 @@ def test_a_row_of_the_table(pool: RankPool, tmp_path: Path, name: str) -> None:
 
 
 def test_more_ranks_sum_in_another_order(pool: RankPool, tmp_path: Path) -> None:
-    worst = pool.run(run_on_three, 3, [n for n in RUN if "refused" != TABLE[n][0]], str(tmp_path))[0]
+    worst = pool.run(run_on_three, 3, [n for n in RUN if "refused" != TABLE[n][0]], str(tmp_path))[
+        0
+    ]
     assert len(worst) == 14 and max(worst.values()) <= 2e-6, worst
 
 
