@@ -91,9 +91,8 @@ def use_small_blocks(engine: ZeroEngine) -> None:
     """Cut even small parameters, and let no more than six blocks be on their way."""
     disk = None
     if engine.config.nvme_path is not None:
-        folder = SwapFolder(
-            str(engine.config.nvme_path), f"small{os.getpid()}-{next(_NUMBERS)}", engine.rank
-        )
+        name = f"small{os.getpid()}-{next(_NUMBERS)}"
+        folder = SwapFolder(str(engine.config.nvme_path), name, engine.rank)
         disk = DiskTier(folder, Staging(limit_bytes=6 * SMALL, buffer_bytes=SMALL))
     on_cpu = engine.config.offload_optimizer == "cpu"
     engine._tier = HostTier(block_bytes=SMALL) if on_cpu else disk

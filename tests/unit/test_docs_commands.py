@@ -130,7 +130,6 @@ RUN = {
     ),
     "shardplug export runs/checkpoint-500/pytorch_model_fsdp_and_optimizer my_model "
     "--tokenizer my_tokenizer": "tests/dist/test_export.py::test_tokenizer_files_come_along",
-    "shardplug export CHECKPOINT OUT": "tests/unit/test_cli.py::test_export",
     "shardplug inspect FOLDER --verify": "tests/unit/test_cli.py::test_inspect_a_checkpoint",
 }
 
