@@ -313,7 +313,7 @@ class ZeroEngine:
     def _open(self, name: str, option: str) -> Tier:
         from shardplug.tiers import open_tier
 
-        return open_tier(
+        tier = open_tier(
             name,
             self.config.nvme_path,
             self._control,
@@ -321,6 +321,8 @@ class ZeroEngine:
             what=option,
             cpu_bytes=int((self.config.offload_cpu_gib or 0) * 2**30),
         )
+        heartbeat.before_end(tier.remove_files)
+        return tier
 
     def _open_parameter_tier(self) -> ParameterTier | None:
         if self.config.offload_params != "nvme":

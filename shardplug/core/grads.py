@@ -78,10 +78,11 @@ def scale_to_norm(parameters: Iterable[torch.Tensor], norm: float, max_norm: flo
         return
 
     def scale(grads: list[torch.Tensor]) -> None:
-        if in_tier(grads[0]) is not None:
-            grads[0].mul_(factor)  # remembered, and done when it is read
-        else:
+        stored = in_tier(grads[0])
+        if stored is None:
             multiply_all(grads, factor)
+        else:
+            stored.scale(factor)
 
     _foreach(parameters, scale)
 

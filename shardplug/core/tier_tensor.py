@@ -10,6 +10,7 @@ import torch
 
 from shardplug.core._torch import (
     TensorWithoutMemory,
+    multiply_all,
     tree_leaves,
     tree_map,
     written_tensors,
@@ -139,6 +140,12 @@ class TierTensor(TensorWithoutMemory):
     def same(self) -> TierTensor:
         """Return another tensor for the same values."""
         return type(self)(self.holder)  # shares what is known of the values with this one
+
+    def scale(self, factor: float) -> None:
+        """Multiply the values by a number, as clipping does in memory."""
+        values = self.holder.read()
+        multiply_all([values], factor)
+        self.holder.write(values)
 
     def p_norm(self, norm_type: float) -> torch.Tensor:
         """Return the p-norm of the values, float64 of shape ()."""

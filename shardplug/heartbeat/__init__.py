@@ -5,7 +5,7 @@ other with, once a second, and looks at the next rank's. Beats show that a proce
 it moves on: a long compilation, a save, a debugger's prompt are no alarm.
 """
 
-from shardplug.heartbeat.current import progress, raised, start, stop
+from shardplug.heartbeat.current import before_end, progress, raised, start, stop
 from shardplug.heartbeat.limits import Limits
 
-__all__ = ["Limits", "progress", "raised", "start", "stop"]
+__all__ = ["Limits", "before_end", "progress", "raised", "start", "stop"]

@@ -6,6 +6,8 @@ import atexit
 import os
 import sys
 import traceback
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 from uuid import uuid4
 
@@ -15,12 +17,13 @@ from shardplug.core._torch import default_tcp_store
 from shardplug.heartbeat.limits import Limits
 from shardplug.heartbeat.watcher import Watcher
 
-__all__ = ["progress", "raised", "start", "stop"]
+__all__ = ["before_end", "progress", "raised", "start", "stop"]
 
 _LONGEST = 6000  # characters of a traceback that is sent to the other ranks
 
 _watcher: Watcher | None = None
 _hooked = False
+_cleanups: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def start(limits: Limits | None = None) -> bool:
@@ -49,10 +52,33 @@ def start(limits: Limits | None = None) -> bool:
     dist.broadcast_object_list(name)
     if limits.silence_seconds is None:
         return False
-    _watcher = Watcher(store, dist.get_rank(), dist.get_world_size(), limits, name[0])
+    _watcher = Watcher(
+        store, dist.get_rank(), dist.get_world_size(), limits, name[0], clean_up=_clean_up
+    )
     _watcher.start()
     _hook()
     return True
+
+
+def before_end(action: Callable[[], None]) -> None:
+    """Call a method of an object that still lives before this process is ended with the job.
+
+    What runs at the exit of an interpreter does not run then: files have to be removed here.
+
+    Args:
+        action: A bound method; it is called from another thread, in the middle of anything.
+    """
+    _cleanups.append(weakref.WeakMethod(action))
+
+
+def _clean_up() -> None:
+    for reference in _cleanups:
+        action = reference()
+        if action is not None:
+            try:
+                action()
+            except OSError as error:
+                print(f"shardplug: cleaning up failed: {error}", file=sys.stderr, flush=True)
 
 
 def stop() -> None:
@@ -88,6 +114,8 @@ def _hook() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            return  # every rank has it, and goes in peace
         if _watcher is not None and _watcher.pid == os.getpid():
             lost_peer = isinstance(error, RuntimeError)  # gloo's and NCCL's errors are, and ours
             _watcher.tell_died(_text(kind, error, trace), may_follow=lost_peer)

@@ -43,6 +43,7 @@ class Watcher:
         name: The same on all ranks, and no other attempt's: a launcher that restarts the job may
             keep the store, and with it the verdict that ended the attempt before.
         end: Ends the process; for tests.
+        clean_up: Called before that.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Watcher:
         limits: Limits,
         name: str = "",
         end: Callable[[int], Any] = os._exit,
+        clean_up: Callable[[], None] = lambda: None,
     ) -> None:
         assert limits.silence_seconds is not None
         self.store = store
@@ -66,6 +68,7 @@ class Watcher:
         self._silence = limits.silence_seconds
         self._pause = min(1.0, self._silence / 20)
         self._end_process = end
+        self._clean_up = clean_up
         self._own = Process.own()
         self._others: dict[int, Process] = {}
         self._seen: dict[int, tuple[str, float]] = {}  # a rank's beat, and when it came
@@ -287,6 +290,7 @@ class Watcher:
         )
         for process in self._others.values():
             process.kill(self._own)  # a stopped one would stay behind, and hold its memory
+        self._clean_up()
         self._end_process(_EXIT_CODE)
         self._ended.set()
 

@@ -66,4 +66,8 @@ def announce_state(engine: Any, optimizer: torch.optim.Optimizer, tier: str) -> 
         words += f"; {available / GIB:.3g} GiB of its memory are available"
         if size > available:
             words += '. That is too little: use offload_optimizer="nvme", or more nodes'
+    if engine.config.offload_params == "nvme":
+        books = engine.memory()
+        beside = local * (2 * books["master_shards_nvme"] + books["compute_copies_nvme"])
+        words += f"; parameters and gradients in files: about {beside / GIB:.3g} GiB"
     print(words, flush=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardplug.core._torch import multiply_all
 from shardplug.core.tier_tensor import TierTensor
 from shardplug.params.pieces import Pieces, PiecewiseHolder, Reading
 from shardplug.tiers.disk import DiskTier
@@ -49,7 +50,7 @@ class GradientHolder(PiecewiseHolder):
     def scaled(self, values: torch.Tensor) -> torch.Tensor:
         """Apply the factors so far to a part of what is on the drive, in place."""
         for factor in self.factors:
-            values.mul_(factor)
+            multiply_all([values], factor)  # the kernel that clips in memory: the last bits count
         return values
 
     def write(self, values: torch.Tensor) -> None:
@@ -101,13 +102,14 @@ class GradientTensor(TierTensor):
             if type(other) is torch.Tensor and other.shape == self.shape:
                 self.holder.add(other)
                 return True
-        if func is torch.ops.aten.mul_.Tensor and isinstance(args[1], (int, float)):
-            self.holder.multiply(args[1])
-            return True
         if func is torch.ops.aten.zero_.default:
             self.holder.zero()
             return True
         return False
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradient when it is read."""
+        self.holder.multiply(factor)
 
     def p_norm(self, norm_type: float) -> torch.Tensor:
         """Return the p-norm, float64 of shape (); the 2-norm is known already, as a rule."""

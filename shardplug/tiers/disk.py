@@ -226,6 +226,10 @@ class DiskTier:
                 "yet: save a checkpoint, and start again from it."
             )
 
+    def remove_files(self) -> None:
+        """Remove the folder of a process that is about to end, whatever is under way."""
+        self._folder.close()
+
     def close(self) -> None:
         """Remove the swap file and its folder."""
         self._close()

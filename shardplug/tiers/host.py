@@ -98,6 +98,9 @@ class HostTier:
     def check(self) -> None:
         """Memory does not go away."""
 
+    def remove_files(self) -> None:
+        """Memory goes with its process."""
+
     def close(self) -> None:
         """Let go of the memory."""
         self._memory.clear()

@@ -144,5 +144,8 @@ class Tier(Protocol):
             StorageError: When it is not.
         """
 
+    def remove_files(self) -> None:
+        """Remove what would outlive a process that is about to be ended, from any thread."""
+
     def close(self) -> None:
         """Give the storage back; may be called twice."""

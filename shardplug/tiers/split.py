@@ -124,6 +124,10 @@ class SplitTier:
         """Look whether the swap file is still there; see `Tier.check`."""
         self._far.check()
 
+    def remove_files(self) -> None:
+        """Remove the swap file's folder."""
+        self._far.remove_files()
+
     def close(self) -> None:
         """Remove the swap file, and let go of the memory."""
         self._places.clear()

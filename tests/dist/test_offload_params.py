@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,25 @@ def in_bf16(root: str) -> None:
 
 def test_copies_in_the_dtype_of_the_computation(pool: RankPool, tmp_path: Path) -> None:
     pool.run(in_bf16, 2, str(tmp_path))
+
+
+def without_masters(root: str) -> None:
+    """Parameters in bf16 from the start: rounding a factor twice would show."""
+    results = []
+    for make in (lambda: ZeroEngine(ZeroConfig(stage=3)), lambda: engine_of(root)):
+        torch.manual_seed(3)
+        engine = make()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = engine.shard(TinyLM().to(torch.bfloat16))
+        optimizer = engine.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        run(engine, model, optimizer, range(3), clip=True)
+        results.append((engine, model))
+    same_weights(results[1], results[0])
+
+
+def test_clipping_without_masters(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(without_masters, 2, str(tmp_path))
 
 
 def frozen(root: str) -> None:
