@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["OutOfMemory", "explained_oom", "is_out_of_memory", "oom_report", "place_of"]
 
 _OTHER = "everything else"
+_SETTING_UP = "the set-up of the shards"
+_SET_UP_REMEDIES = (
+    'a model built without weights (with torch.device("meta"), or shardplug.hf.from_pretrained): '
+    "each unit gets its values just before it is sharded",
+    "more devices: each holds a smaller share",
+    'stage=3 with offload_params="nvme" and offload_optimizer="nvme": each unit leaves memory as '
+    "soon as it is sharded",
+)
 _CODES = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _FULL = tuple(os.strerror(code) for code in _CODES)
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -236,6 +244,8 @@ def _advice(failure: OutOfMemory, largest: str) -> Iterator[str]:
         return
     order = [largest, *(kind for kind, *_ in failure.rows())]
     found = dict.fromkeys(line for kind in order for line in _REMEDIES.get(kind, ()))
+    if failure.phase == _SETTING_UP:
+        found = dict.fromkeys(_SET_UP_REMEDIES)
     if not found:
         yield "  more devices, or a smaller micro-batch"
     yield from (f"  {number}. {line}" for number, line in enumerate(list(found)[:3], 1))
@@ -247,7 +257,9 @@ def place_of(trace: TracebackType | None, models: list[nn.Module]) -> tuple[str,
     phase, found = "", ""
     while trace is not None:
         code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
-        if code.co_name == "backward" and "autograd" in Path(code.co_filename).parts:
+        if code.co_name == "shard_model":
+            phase = phase or _SETTING_UP
+        elif code.co_name == "backward" and "autograd" in Path(code.co_filename).parts:
             phase = phase or "the backward"
         elif isinstance(owner, torch.optim.Optimizer):
             phase = phase or "the optimizer's step"
