@@ -87,6 +87,8 @@ def _refuse_quantised(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "is_quantized", False) is True:
             method = getattr(module, "quantization_method", None) or "by transformers"
+            if getattr(method, "value", method) == "gguf":
+                continue  # transformers reads such files into ordinary weights
             raise ModelError(
                 f"Expected weights of an ordinary dtype, got {name or 'a model'} "
                 f"({type(module).__name__}) quantised ({getattr(method, 'value', method)}): "

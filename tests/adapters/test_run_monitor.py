@@ -232,7 +232,7 @@ def _accelerate(folder: str) -> list[str]:
 
     os.environ.update(WANDB_MODE="offline", WANDB_DIR=folder, WANDB_SILENT="true")
     acc = accelerator(cpu=True, zero="zero2", log_with="wandb")
-    acc.init_trackers("monitored")
+    acc.init_trackers("monitored", init_kwargs={"wandb": {"dir": folder}})  # not an earlier one
     model = seeded_model()
     model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     options = {
