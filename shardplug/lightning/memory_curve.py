@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from shardplug.errors import ConfigError
+from shardplug.lightning.callback_class import callback_class, remade, wandb_runs
 from shardplug.lightning.first_step import first_step
 from shardplug.memory.curve import Walk
 from shardplug.memory.picture import PngSink
@@ -79,7 +78,7 @@ class _MemoryCurve:
     def __reduce__(self) -> Any:
         # The class is made at run time and cannot be pickled by name, as launchers that spawn do.
         state = {**self.__dict__, "_tracker": None, "_jsonl": None}
-        return _restore, (self._namespace, state)
+        return remade, (_MemoryCurve, self._namespace, state)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the tracker; the model is sharded now.
@@ -107,14 +106,10 @@ class _MemoryCurve:
                 f"{engine.device.type}"
             )
             sinks.append(PngSink(self.png_path, title=title))
-        if trainer.is_global_zero:
-            logger_class = importlib.import_module(f"{self._namespace}.loggers").WandbLogger
-            # Lightning's logger passes no step to W&B, so a row of our own costs it none.
-            sinks += [
-                WandbSink(logger.experiment, host_passes_step=False)
-                for logger in trainer.loggers
-                if isinstance(logger, logger_class)
-            ]
+        # Lightning's logger passes no step to W&B, so a row of our own costs it none.
+        sinks += [
+            WandbSink(run, host_passes_step=False) for run in wandb_runs(trainer, self._namespace)
+        ]
         self._tracker = MemoryTracker(
             engine,
             sinks,
@@ -185,26 +180,6 @@ class _MemoryCurve:
         return Path(folder)
 
 
-@cache
 def make_memory_curve(namespace: str) -> type[Any]:
-    """Make the MemoryCurve class for one of Lightning's two names.
-
-    Args:
-        namespace: "lightning.pytorch" or "pytorch_lightning".
-
-    Returns:
-        A subclass of that namespace's `Callback`; the same one for each call.
-    """
-    callback = importlib.import_module(f"{namespace}.callbacks").Callback
-    body = {
-        "_namespace": namespace,
-        "__doc__": _MemoryCurve.__doc__,
-        "__module__": "shardplug.lightning",
-    }
-    return type("MemoryCurve", (_MemoryCurve, callback), body)
-
-
-def _restore(namespace: str, state: dict[str, Any]) -> Any:
-    made = object.__new__(make_memory_curve(namespace))
-    made.__dict__.update(state)
-    return made
+    """Make the MemoryCurve class for one of Lightning's two names; see `callback_class`."""
+    return callback_class(_MemoryCurve, namespace)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
 
 from shardplug.errors import ConfigError
+from shardplug.lightning.callback_class import callback_class, remade, wandb_runs
 from shardplug.monitor import Monitor, MonitorConfig, Sink, WandbAlerts
 
 __all__ = ["make_run_monitor"]
@@ -57,7 +56,7 @@ class _RunMonitor:
 
     def __reduce__(self) -> Any:
         # The class is made at run time and cannot be pickled by name, as launchers that spawn do.
-        return _restore, (self._namespace, {**self.__dict__, "monitor": None})
+        return remade, (_RunMonitor, self._namespace, {**self.__dict__, "monitor": None})
 
     def _forget_step(self) -> None:
         self._losses: list[torch.Tensor] = []
@@ -76,15 +75,10 @@ class _RunMonitor:
                 f'{type(trainer.strategy).__name__}; use Trainer(strategy="zero3") (or "zero1", '
                 '"zero2") after `import shardplug`.'
             )
-        sinks: list[Sink] = []
-        if trainer.is_global_zero:
-            logger_class = importlib.import_module(f"{self._namespace}.loggers").WandbLogger
-            # Lightning's logger passes no step to W&B, so a row of our own costs it none.
-            sinks = [
-                WandbAlerts(logger.experiment, host_passes_step=False)
-                for logger in trainer.loggers
-                if isinstance(logger, logger_class)
-            ]
+        # Lightning's logger passes no step to W&B, so a row of our own costs it none.
+        sinks: list[Sink] = [
+            WandbAlerts(run, host_passes_step=False) for run in wandb_runs(trainer, self._namespace)
+        ]
         self.monitor = Monitor(self.config, folder=self._checkpoints(trainer), sinks=sinks)
         if self._saved is not None:
             self.monitor.load_state_dict(self._saved)
@@ -155,26 +149,6 @@ class _RunMonitor:
             self.monitor.load_state_dict(self._saved)
 
 
-@cache
 def make_run_monitor(namespace: str) -> type[Any]:
-    """Make the RunMonitor class for one of Lightning's two names.
-
-    Args:
-        namespace: "lightning.pytorch" or "pytorch_lightning".
-
-    Returns:
-        A subclass of that namespace's `Callback`; the same one for each call.
-    """
-    callback = importlib.import_module(f"{namespace}.callbacks").Callback
-    body = {
-        "_namespace": namespace,
-        "__doc__": _RunMonitor.__doc__,
-        "__module__": "shardplug.lightning",
-    }
-    return type("RunMonitor", (_RunMonitor, callback), body)
-
-
-def _restore(namespace: str, state: dict[str, Any]) -> Any:
-    made = object.__new__(make_run_monitor(namespace))
-    made.__dict__.update(state)
-    return made
+    """Make the RunMonitor class for one of Lightning's two names; see `callback_class`."""
+    return callback_class(_RunMonitor, namespace)
