@@ -8,6 +8,7 @@ import torch
 
 from shardplug.core._torch import laid_out_like, local_tensor
 from shardplug.optim.blocks import Block, Piece
+from shardplug.params.pieces import elements
 from shardplug.params.shard import GradientTensor, ShardHolder, ShardTensor
 from shardplug.params.tier import ParameterTier
 from shardplug.tiers.protocol import Region
@@ -57,6 +58,7 @@ class StoredWeights:
         """
         found: dict[Piece, torch.Tensor] = {}
         used: dict[torch.dtype, int] = {}
+        size = sum(piece.num_elements for piece in block.pieces)
         for piece in block.pieces:
             shard = _shard_of(piece)
             if shard is None or piece.entry.parameter.grad is None:
@@ -64,7 +66,7 @@ class StoredWeights:
             begin = used.get(shard.dtype, 0)
             used[shard.dtype] = begin + piece.num_elements
             weights, gradient = (
-                self._part(kind, block, shard.dtype, begin, piece.num_elements)
+                self._buffer(kind, shard.dtype, size)[begin : used[shard.dtype]]
                 for kind in ("weights", "gradient")
             )
             self._read(shard, piece, weights, gradient)
@@ -72,14 +74,11 @@ class StoredWeights:
             found[piece] = weights
         return found
 
-    def _part(
-        self, kind: str, block: Block, dtype: torch.dtype, begin: int, length: int
-    ) -> torch.Tensor:
-        size = sum(piece.num_elements for piece in block.pieces)
+    def _buffer(self, kind: str, dtype: torch.dtype, size: int) -> torch.Tensor:
         held = self._scratch.get((kind, dtype))
         if held is None or held.numel() < size:
             held = self._scratch[kind, dtype] = torch.empty(size, dtype=dtype)
-        return held[begin : begin + length]
+        return held
 
     def _read(
         self, shard: ShardHolder, piece: Piece, weights: torch.Tensor, gradient: torch.Tensor
@@ -96,7 +95,7 @@ class StoredWeights:
 
     def _copy(self, region: Region, target: torch.Tensor) -> None:
         memory = self._parameters.tier.get(region)
-        target.copy_(memory[: target.nbytes].view(target.dtype))
+        target.copy_(elements(memory, target.numel(), target.dtype))
         self._parameters.tier.put_back(region, changed=False)
 
     def write(self, piece: Piece, weights: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -12,10 +13,15 @@ from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.protocol import ALIGNMENT, Region, aligned
 from shardplug.tiers.staging import page_aligned
 
-__all__ = ["PiecewiseHolder", "Pieces", "Reading"]
+__all__ = ["PiecewiseHolder", "Pieces", "Reading", "elements"]
 
 _CUT_ELEMENTS = 4096
 _LEAST_ELEMENT_BYTES = 4  # of optimizer state beside the weights, whose blocks are cut alike
+
+
+def elements(memory: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the first `count` elements in a region's bytes; a view."""
+    return memory[: count * dtype.itemsize].view(dtype)
 
 
 class Pieces:
@@ -78,7 +84,7 @@ class Reading:
         def deliver() -> None:
             memory = page_aligned(region.num_bytes)
             file.read(memoryview(memory.numpy()), region.offset)  # type: ignore[arg-type]
-            target.copy_(memory[: (high - low) * dtype.itemsize].view(dtype))
+            target.copy_(elements(memory, high - low, dtype))
 
         self._begin(region, deliver)
 
@@ -115,7 +121,7 @@ def _page_aligned_tensor(num_bytes: int) -> torch.Tensor:
     return slack[begin : begin + num_bytes]
 
 
-class PiecewiseHolder:
+class PiecewiseHolder(ABC):
     """Reads and writes a tensor piece by piece."""
 
     def __init__(self, pieces: Pieces) -> None:
@@ -124,9 +130,9 @@ class PiecewiseHolder:
         self.shape = pieces.shape
         self.dtype = pieces.dtype
 
+    @abstractmethod
     def regions(self) -> Sequence[Region]:
         """Return where the pieces are."""
-        raise NotImplementedError
 
     def read(self) -> torch.Tensor:
         """Return a copy of the values."""
@@ -137,10 +143,13 @@ class PiecewiseHolder:
 
     def write(self, values: torch.Tensor) -> None:
         """Replace the values."""
-        flat = values.detach().reshape(-1)
-        for region, (low, high) in zip(self.regions(), self.pieces.bounds, strict=True):
-            self.put(region, flat[low:high])
+        self.begin_write(values.detach().reshape(-1))
         self.pieces.tier.flush()
+
+    def begin_write(self, flat: torch.Tensor) -> None:
+        """Put all values on their way, in one dimension; `Tier.flush` waits for them."""
+        for region, (low, high) in zip(self.regions(), self.pieces.bounds, strict=True):
+            self.put(region, flat[low:high], self.dtype)
 
     def write_rows(self, first: int, values: torch.Tensor) -> None:
         """Replace the rows from `first` on."""
@@ -156,12 +165,12 @@ class PiecewiseHolder:
             part = flat[max(low, begin) - begin : min(high, end) - begin]
             whole = part.numel() == high - low
             memory = self.pieces.tier.get(region, fresh=whole)
-            memory[: (high - low) * self.dtype.itemsize].view(self.dtype)[inner].copy_(part)
+            elements(memory, high - low, self.dtype)[inner].copy_(part)
             self.pieces.tier.put_back(region, changed=True)
         self.pieces.tier.flush()
 
-    def put(self, region: Region, values: torch.Tensor) -> None:
-        """Begin to write one piece."""
+    def put(self, region: Region, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """Begin to write one piece, in the region's dtype."""
         memory = self.pieces.tier.get(region, fresh=True)
-        memory[: values.numel() * self.dtype.itemsize].view(self.dtype).copy_(values)
+        elements(memory, values.numel(), dtype).copy_(values)
         self.pieces.tier.put_back(region, changed=True)

@@ -9,7 +9,7 @@ import torch
 
 from shardplug.core._torch import multiply_all
 from shardplug.core.tier_tensor import TierTensor
-from shardplug.params.pieces import Pieces, PiecewiseHolder, Reading
+from shardplug.params.pieces import Pieces, PiecewiseHolder, Reading, elements
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.protocol import Region
 
@@ -59,8 +59,7 @@ class GradientHolder(PiecewiseHolder):
         self.is_zero = False
         flat = values.detach().reshape(-1)
         self._norm = torch.linalg.vector_norm(flat, dtype=torch.float64) if flat.numel() else None
-        for region, (low, high) in zip(self.regions(), self.pieces.bounds, strict=True):
-            self.put(region, flat[low:high])
+        self.begin_write(flat)
 
     def add(self, values: torch.Tensor) -> None:
         """Add a later micro-batch's gradient, whose memory is used for it."""
@@ -68,7 +67,7 @@ class GradientHolder(PiecewiseHolder):
         if not self.is_zero:
             for region, (low, high) in zip(self.regions(), self.pieces.bounds, strict=True):
                 memory = self.pieces.tier.get(region)
-                part = memory[: (high - low) * self.dtype.itemsize].view(self.dtype)
+                part = elements(memory, high - low, self.dtype)
                 flat[low:high].add_(self.scaled(part).to(flat.device))
                 self.pieces.tier.put_back(region, changed=False)
         self.write(flat)
@@ -222,12 +221,9 @@ class ShardHolder(PiecewiseHolder):
 
     def write_new(self, piece: int, weights: torch.Tensor) -> None:
         """Write a piece's new weights to where its gradient was, and to the copy."""
-        self.put(self.gradient.places[piece], weights)
+        self.put(self.gradient.places[piece], weights, self.dtype)
         if self.copies:
-            memory = self.tier.get(self.copies[piece], fresh=True)
-            part = memory[: weights.numel() * self.compute_dtype.itemsize]
-            part.view(self.compute_dtype).copy_(weights)
-            self.tier.put_back(self.copies[piece], changed=True)
+            self.put(self.copies[piece], weights, self.compute_dtype)
 
     def commit(self) -> None:
         """Make the new weights the weights; all pieces were written."""
