@@ -19,9 +19,12 @@ import torch.distributed as dist
 
 from shardplug.errors import ConfigError, ScheduleError
 
-__all__ = ["Together", "Window", "Windows", "count_labels", "in_step"]
+__all__ = ["Fetch", "Together", "Window", "Windows", "count_labels", "fetched", "in_step"]
 
 T = TypeVar("T")
+
+Fetch = Callable[[Callable[[], Any]], Any]
+"""Calls a function that reads one batch; raises StopIteration on all ranks together."""
 
 _FAILED = -1
 
@@ -108,19 +111,23 @@ class Together:
         raise StopIteration
 
 
+def fetched(fetch: Fetch, iterator: Iterator[T]) -> Iterator[T]:
+    """Yield what an iterator has, read through `fetch`."""
+    while True:
+        try:
+            batch = fetch(lambda: next(iterator))
+        except StopIteration:
+            return
+        yield batch
+
+
 class _InStep(Generic[T]):
     def __init__(self, batches: Iterable[T]) -> None:
         self._batches = batches
 
     def __iter__(self) -> Iterator[T]:
         together = Together(f"{type(self._batches).__name__}")
-        iterator = iter(self._batches)
-        while True:
-            try:
-                batch = together.fetch(lambda: next(iterator))
-            except StopIteration:
-                return
-            yield batch
+        yield from fetched(together.fetch, iter(self._batches))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_batches", "__len__"):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug.errors import ConfigError
-from shardplug.windows import Together
+from shardplug.windows import Fetch, Together, fetched
 
 __all__ = ["fetch_in_step", "reads_in_step"]
-
-Fetch = Callable[[Callable[[], Any]], Any]
 
 
 def fetch_in_step(loader: DataLoader[Any], limit: int | float | None = None) -> Fetch | None:
@@ -64,10 +62,4 @@ class _InStep(DataLoader[Any]):
     _fetch_in_step: Fetch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        iterator = super().__iter__()
-        while True:
-            try:
-                batch = self._fetch_in_step(lambda: next(iterator))
-            except StopIteration:
-                return
-            yield batch
+        yield from fetched(self._fetch_in_step, super().__iter__())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from shardplug.memory.choices import Choice, Room
 from shardplug.memory.optimizers import OptimizerKind
 from shardplug.memory.plan import Plan, plan
 from shardplug.memory.request import Loop
+from shardplug.memory.trace import loss_or_outputs
 from shardplug.memory.twin import NoCollectives
 
 __all__ = ["Call", "Running", "batch_size", "loss_of", "settings_of"]
@@ -151,12 +151,9 @@ def loss_of(output: Any, batch: Any) -> torch.Tensor:
     Raises:
         ValueError: When nothing in the output depends on the parameters.
     """
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if isinstance(loss, torch.Tensor):
+    loss, tensors = loss_or_outputs(output)
+    if loss is not None:
         return loss
-    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not tensors:
         raise ValueError("nothing in the model's output depends on its parameters")
     if len(tensors) == 1 and tensors[0].ndim == 0:

@@ -48,18 +48,24 @@ class Trace:
         return sum(event.size for event in self.events if event.mark is Mark.FLOPS)
 
 
+def loss_or_outputs(output: Any) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Return the loss in what a model returned, if any, and all tensors that can be trained on."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return loss if isinstance(loss, torch.Tensor) else None, tensors
+
+
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Call the model and take its `loss`, or the sum of its output where it has none."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple) else model(batch)
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if isinstance(loss, torch.Tensor):
+    loss, tensors = loss_or_outputs(output)
+    if loss is not None:
         return loss
-    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not tensors:
         raise ModelError(
             f"Expected {type(model).__name__} to return a loss, or a tensor that depends on its "
