@@ -46,24 +46,6 @@ THEIRS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def llama() -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
-
-
 def batch(step: int) -> Any:
     import torch
 
@@ -74,6 +56,7 @@ def batch(step: int) -> Any:
 def our_step(name: str, path: str) -> Step:
     import torch
     import torch.distributed as dist
+    from step_contenders import llama
 
     from shardplug import ZeroConfig, ZeroEngine
 
@@ -100,6 +83,7 @@ def our_step(name: str, path: str) -> Step:
 
 def their_step(name: str, path: str) -> Step:
     import deepspeed
+    from step_contenders import llama
 
     deepspeed.init_distributed(dist_backend="gloo")
     fields = THEIRS[name]
@@ -147,6 +131,8 @@ def their_step(name: str, path: str) -> Step:
 
 def under_init(deepspeed: Any, config: dict[str, Any]) -> Any:
     """Build the model in parts, with the weights that it has when it is built whole."""
+    from step_contenders import llama
+
     values = {name: value.detach() for name, value in llama().named_parameters()}
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = llama()
