@@ -133,7 +133,7 @@ def _live_bytes() -> int:
         # Python may have no object for a gradient that nothing looked at yet.
         grad = thing.grad if thing.is_leaf else None
         for tensor in (thing, grad):
-            if tensor is not None:
+            if tensor is not None and tensor.device.type != "meta":  # no memory, whatever its size
                 storage = tensor.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
