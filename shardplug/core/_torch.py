@@ -81,17 +81,20 @@ __all__ = [
 
 
 def _param_groups(root: nn.Module) -> Iterator[Any]:
-    seen: set[int] = set()
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups_of(module):
-                if id(group) not in seen:
-                    seen.add(id(group))
-                    yield group
+    for state in _unit_states(root):
+        yield from _groups_of(state)
 
 
-def _groups_of(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
+def _unit_states(root: nn.Module) -> Iterable[Any]:
+    if isinstance(root, FSDPModule):
+        state = root._get_fsdp_state()
+        if state._is_root:  # once it has run, it has a list of the modules' states
+            return state._state_ctx.all_states
+    modules = (module for module in root.modules() if isinstance(module, FSDPModule))
+    return {id(state): state for state in (m._get_fsdp_state() for m in modules)}.values()
+
+
+def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch < 2.13
@@ -252,8 +255,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         if isinstance(local, TensorWithoutMemory):
             continue
         storage = local.untyped_storage()
-        if storage.nbytes():
-            sizes[storage.data_ptr()] = storage.nbytes()
+        if num_bytes := storage.nbytes():
+            sizes[storage.data_ptr()] = num_bytes
     return sum(sizes.values())
 
 
@@ -329,7 +332,7 @@ def forwards_so_far(root: nn.Module) -> Callable[[], None]:
 def reshard_own(root: nn.Module) -> None:
     """Drop the gathered copy of the parameters that belong to `root` itself."""
     assert isinstance(root, FSDPModule)
-    for group in _groups_of(root):
+    for group in _groups_of(root._get_fsdp_state()):
         group._to_sharded()
 
 
@@ -712,7 +715,7 @@ def gathered_units(root: nn.Module) -> list[str]:
 def own_groups(unit: nn.Module) -> list[Any]:
     """Return the FSDP2 parameter groups of one unit, without those of units inside."""
     assert isinstance(unit, FSDPModule)
-    return _groups_of(unit)
+    return _groups_of(unit._get_fsdp_state())
 
 
 def settle_shard(param: Any) -> None:
