@@ -17,7 +17,8 @@ from shardplug.errors import ConfigError
 from shardplug.memory.choices import GIB, Choice, Room
 from shardplug.memory.limits import ControlGroup, headroom
 from shardplug.memory.observed import Call, Running
-from shardplug.memory.optimizers import OptimizerKind, kind_of
+from shardplug.memory.optimizer_probe import likely_kind
+from shardplug.memory.optimizers import OptimizerKind
 from shardplug.memory.plan import Plan
 from shardplug.memory.remedies import gib
 from shardplug.memory.request import Loop
@@ -196,7 +197,7 @@ def _decide(
         devices=local,
         nodes=max(1, size // local),
         device=kind,
-        optimizer=OptimizerKind() if optimizer is None else kind_of(optimizer),
+        optimizer=OptimizerKind() if optimizer is None else likely_kind(optimizer),
         accumulate=accumulate,
         loop=loop,
     )

@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from shardplug.config import ZeroConfig
 from shardplug.core._torch import tree_leaves, tree_map
 from shardplug.memory.choices import Choice, Room
+from shardplug.memory.made_up_loss import loss_of
 from shardplug.memory.optimizers import OptimizerKind
 from shardplug.memory.plan import Plan, plan
 from shardplug.memory.request import Loop
-from shardplug.memory.trace import loss_or_outputs
 from shardplug.memory.twin import NoCollectives
 
-__all__ = ["Call", "Running", "batch_size", "loss_of", "settings_of"]
+__all__ = ["Call", "Running", "batch_size", "settings_of"]
 
 _PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
 
@@ -125,7 +124,7 @@ class Running:
 
     def _loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         output = getattr(model, self.call.method)(*batch["args"], **batch["kwargs"])
-        return loss_of(output, batch)
+        return loss_of(output, batch).value
 
 
 def settings_of(choice: Choice) -> tuple[Any, ...]:
@@ -136,41 +135,6 @@ def settings_of(choice: Choice) -> tuple[Any, ...]:
         choice.offload_params,
         choice.activation_checkpointing,
     )
-
-
-def loss_of(output: Any, batch: Any) -> torch.Tensor:
-    """Find the loss in what a model returned, or make one up that holds as much.
-
-    A loss that the training loop computes is not seen here. Logits, whose last dimension is that
-    of classes, get a cross entropy; anything else the mean of its squares.
-
-    Args:
-        output: What the model returned.
-        batch: What it was called with.
-
-    Raises:
-        ValueError: When nothing in the output depends on the parameters.
-    """
-    loss, tensors = loss_or_outputs(output)
-    if loss is not None:
-        return loss
-    if not tensors:
-        raise ValueError("nothing in the model's output depends on its parameters")
-    if len(tensors) == 1 and tensors[0].ndim == 0:
-        return tensors[0]
-    tokens = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and _is_ids(t)]
-    losses = []
-    for tensor in tensors:
-        ids = next((t for t in tokens if t.shape == tensor.shape[:-1]), None)
-        if ids is not None and tensor.ndim > 1:
-            losses.append(F.cross_entropy(tensor.flatten(0, -2).float(), ids.flatten()))
-        else:
-            losses.append(tensor.float().pow(2).mean())
-    return torch.stack(losses).sum()
-
-
-def _is_ids(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.int64 and tensor.ndim > 0
 
 
 def batch_size(inputs: Any) -> int:

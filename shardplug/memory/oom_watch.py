@@ -32,7 +32,8 @@ from shardplug.memory.limits import (
 from shardplug.memory.meter import private_bytes
 from shardplug.memory.observed import Call, Running
 from shardplug.memory.oom import OutOfMemory, is_out_of_memory, oom_report, place_of
-from shardplug.memory.optimizers import OptimizerKind, kind_of
+from shardplug.memory.optimizer_probe import likely_kind
+from shardplug.memory.optimizers import OptimizerKind
 from shardplug.memory.plan import Plan
 from shardplug.memory.remedies import Room, remedies
 from shardplug.memory.request import Loop
@@ -146,7 +147,7 @@ class OomWatch:
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what an optimizer keeps."""
-        self._optimizer = self._optimizer or kind_of(optimizer)
+        self._optimizer = self._optimizer or likely_kind(optimizer)
 
     def on_micro_step(self, last: bool) -> None:
         """Note whether the micro-batch that begins is its window's last."""

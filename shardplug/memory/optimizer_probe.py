@@ -12,8 +12,9 @@ from torch import nn
 
 from shardplug.errors import OptimizerError
 from shardplug.memory.optimizers import OPTIMIZERS, OptimizerKind
+from shardplug.memory.twin import NoCollectives
 
-__all__ = ["kind_of"]
+__all__ = ["kind_of", "likely_kind"]
 
 _ROWS, _COLUMNS = 6, 5
 _CHOICES = ("fused", "foreach", "capturable", "lr", "params")  # how it runs, not what it keeps
@@ -43,8 +44,9 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optim
     try:
         if "lr" in takes:
             options["lr"] = float(group["lr"])  # a tensor may be on a device
-        probe = kind([parameter], **options)
-        probe.step()
+        with NoCollectives():  # type: ignore[no-untyped-call]  # not every rank may be here
+            probe = kind([parameter], **options)
+            probe.step()
     except Exception as error:  # of a class that is not ours, on options read from its groups
         raise OptimizerError(
             f"Expected an optimizer that its groups' options build again, got {kind.__name__}, "
@@ -65,7 +67,8 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optim
                 f"Expected optimizer state as large as its parameter, got {tuple(value.shape)} of "
                 f"{kind.__name__}: its size depends on the shapes. Its state is not in the plan."
             )
-    known = OPTIMIZERS.get(kind.__name__.lower(), OPTIMIZERS["adamw"])
+    names = [base.__name__.lower() for base in kind.__mro__]
+    known = next((OPTIMIZERS[name] for name in names if name in OPTIMIZERS), OPTIMIZERS["adamw"])
     return replace(
         known,
         name=kind.__name__.lower(),
@@ -73,3 +76,16 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optim
         counters=counters,
         fused=bool(group.get("fused")),
     )
+
+
+def likely_kind(optimizer: torch.optim.Optimizer) -> OptimizerKind:
+    """Find out what an optimizer keeps, or take it to keep as Adam does where that fails.
+
+    Args:
+        optimizer: The optimizer; its first parameter group counts.
+    """
+    group = optimizer.param_groups[0]
+    try:
+        return kind_of(optimizer, group)
+    except OptimizerError:
+        return OptimizerKind(type(optimizer).__name__.lower(), fused=bool(group.get("fused")))

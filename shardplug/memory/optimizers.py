@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from shardplug.errors import ConfigError
 
-__all__ = ["OPTIMIZERS", "OptimizerKind", "fused_kind", "kind_of", "optimizer_kind"]
+__all__ = ["OPTIMIZERS", "OptimizerKind", "fused_kind", "optimizer_kind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +76,3 @@ def optimizer_kind(value: str | OptimizerKind) -> OptimizerKind:
 def fused_kind(kind: OptimizerKind) -> OptimizerKind | None:
     """Return the fused variant of an optimizer that needs work space, or None without one."""
     return None if kind.fused else OPTIMIZERS.get(f"{kind.name}_fused")
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
-    """Recognise an optimizer of `torch.optim`; another is taken for one that keeps as Adam does.
-
-    Args:
-        optimizer: The optimizer; its first parameter group counts.
-    """
-    group = optimizer.param_groups[0]
-    fused = bool(group.get("fused"))
-    for known in (torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad):
-        if isinstance(optimizer, known):
-            name = known.__name__.lower()
-            found = OPTIMIZERS[f"{name}_fused" if fused else name]
-            return replace(found, tensors=3) if group.get("amsgrad") else found
-    if isinstance(optimizer, torch.optim.SGD):
-        return OPTIMIZERS["sgd_momentum" if group.get("momentum") else "sgd"]
-    return OptimizerKind(type(optimizer).__name__, fused=fused)

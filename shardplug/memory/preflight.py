@@ -10,7 +10,7 @@ import torch
 from shardplug.core._torch import local_tensor
 from shardplug.memory.choices import GIB
 from shardplug.memory.limits import host_available
-from shardplug.memory.optimizers import kind_of
+from shardplug.memory.optimizer_probe import likely_kind
 from shardplug.optim.blocks import Entry, lay_out
 from shardplug.tiers.host import HOST_BLOCK_BYTES
 from shardplug.tiers.protocol import BLOCK_BYTES, aligned
@@ -26,7 +26,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, tier: str, *, pinned: bool) ->
         tier: "cpu" or "nvme".
         pinned: Whether host memory is pinned, which torch rounds up to powers of 2.
     """
-    tensors = kind_of(optimizer).tensors
+    tensors = likely_kind(optimizer).tensors
     entries = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from shardplug.core._torch import tree_leaves
 from shardplug.core.precision import PLAIN_FORWARD, Precision
@@ -21,6 +20,7 @@ from shardplug.memory.curve import PLAN_KINDS, Walk
 from shardplug.memory.dry_run import Step, dry_run
 from shardplug.memory.estimate import estimated_trace
 from shardplug.memory.layout import Placed
+from shardplug.memory.made_up_loss import loss_of
 from shardplug.memory.row import BOOK_KINDS
 from shardplug.memory.running import (
     RunningEngine,
@@ -265,24 +265,17 @@ class _Outputs:
     def loss(self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.Tensor:
         args, kwargs = call
         output = model(*args, **kwargs)
-        if isinstance(getattr(output, "loss", None), torch.Tensor):
+        found = loss_of(output, call)
+        self.kept[:], self.notes[:] = [], []
+        if found.made_up_of:
+            self.notes[:] = [
+                "the loss is computed by the loop: it is taken to be a cross entropy of the "
+                f"model's outputs, and may be off by a few times their "
+                f"{found.made_up_of / 2**20:.3g} MiB"
+            ]
+        else:
             self.kept[:] = [output]  # `outputs = model(...); outputs.loss.backward()`
-            self.notes[:] = []
-            return output.loss  # type: ignore[no-any-return]
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        floating = [t for t in tensors if t.requires_grad]
-        size = sum(t.nbytes for t in floating)
-        self.notes[:] = [
-            "the loss is computed by the loop: it is taken to be a cross entropy of the model's "
-            f"outputs, and may be off by a few times their {size / 2**20:.3g} MiB"
-        ]
-        if not floating:
-            raise ModelError(f"no output of {type(model).__name__} depends on its parameters")
-        return torch.stack([_like_cross_entropy(t) for t in floating]).sum()
-
-
-def _like_cross_entropy(output: torch.Tensor) -> torch.Tensor:
-    return F.log_softmax(output, -1).sum() if output.dim() > 1 else output.sum()
+        return found.value
 
 
 def _model_flops(trace: Trace, placed: Placed, recomputed: int) -> int:
