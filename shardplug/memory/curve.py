@@ -8,7 +8,7 @@ from shardplug.config import Tier
 from shardplug.core.stage import Stage
 from shardplug.memory.optimizers import OptimizerKind
 
-__all__ = ["PLAN_KINDS", "Moved", "Point", "Setup", "Walk"]
+__all__ = ["IN_BOOKS", "PLAN_KINDS", "Moved", "Point", "Setup", "Walk"]
 
 PLAN_KINDS = (
     "master_shards",
@@ -25,6 +25,9 @@ PLAN_KINDS = (
 )
 """Kinds of tensors in the device's memory. On GPUs "optimizer_state_cpu" is 0 and "staging" has one
 block's gradients: the rest of both is host memory. On CPU ranks all of it is counted."""
+
+IN_BOOKS = PLAN_KINDS[:6]
+"""Those that the engine keeps books of."""
 
 
 @dataclass(frozen=True, slots=True)

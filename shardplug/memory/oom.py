@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from shardplug.errors import StorageError
+from shardplug.memory.besides import Used
 from shardplug.memory.choices import Choice
-from shardplug.memory.curve import Point
+from shardplug.memory.curve import IN_BOOKS, Point
 from shardplug.memory.remedies import Remedy, gib, in_words
 
 if TYPE_CHECKING:
@@ -131,6 +132,10 @@ class OutOfMemory:
     """All that the device's allocator or the process held for training, where that is known."""
     limit: str = ""
     """Which limit, in words."""
+    used: Used | None = None
+    """On CPU ranks: what the limit counts."""
+    besides: int | None = None
+    """On CPU ranks: what the process holds besides the plan, for any setting."""
     running: Choice | None = None
     """The choice of a plan that runs."""
     remedies: list[Remedy] = field(default_factory=list)
@@ -147,8 +152,22 @@ class OutOfMemory:
     @property
     def planned_here(self) -> Point | None:
         """What the plan says of the moment: the unit of the module that ran, or the phase."""
+        inside, points = self._planned_points()
+        return max(inside or points, key=lambda point: point.total, default=None)
+
+    @property
+    def beyond_books(self) -> int:
+        """The least that the plan has at this moment besides model states, without what failed."""
+        inside, points = self._planned_points()
+        most = max(map(_beyond, inside or points), default=0)
+        # Where the module is known, it may have failed as it began.
+        least = min(map(_beyond, inside), default=most)
+        return max(0, min(least, most - self.requested))
+
+    def _planned_points(self) -> tuple[list[Point], list[Point]]:
+        """Points of the plan in the unit of the module that ran, and in the phase."""
         if self.running is None:
-            return None
+            return [], []
         short = {"the forward": "forward", "the backward": "backward"}.get(self.phase, "step")
         points = [point for point in self.running.walk.points if point.phase == short]
         inside = [
@@ -156,7 +175,7 @@ class OutOfMemory:
             for point in points
             if point.unit and (self.module + ".").startswith(point.unit + ".")
         ]
-        return max(inside or points, key=lambda point: point.total, default=None)
+        return inside, points
 
     def rows(self) -> list[tuple[str, int | None, int | None, int | None]]:
         """Return (kind, held, planned at this moment, planned at the peak), the largest first."""
@@ -178,6 +197,11 @@ class OutOfMemory:
         if self.running is not None:  # the plan says what everything else is
             rows = [row for row in rows if row[0] != _OTHER]
         return rows[0][0] if rows else ""
+
+
+def _beyond(point: Point) -> int:
+    """Bytes of what no book of the engine has."""
+    return point.total - sum(point.held[kind] for kind in IN_BOOKS)
 
 
 def _size(row: tuple[str, int | None, int | None, int | None]) -> int:
@@ -228,6 +252,11 @@ def _table(failure: OutOfMemory) -> Iterator[str]:
         yield "  " + f"{'all':24s}" + "".join(f"{cell:>21s}" for cell in sums)
     if failure.requested:
         yield f"  asked for when it failed: {gib(failure.requested)}"
+    if failure.besides is not None:
+        yield (
+            f"  besides the plan: {gib(failure.besides)} (the interpreter, libraries, collectives, "
+            "freed memory that is kept), which every setting below has to live with"
+        )
     for kind, size in failure.elsewhere.items():
         yield f"  elsewhere: {kind} {gib(size)}"
     if failure.running is not None:

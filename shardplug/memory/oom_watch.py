@@ -21,15 +21,9 @@ from torch import nn
 from shardplug.config import ZeroConfig
 from shardplug.core._torch import gathered_units
 from shardplug.errors import StorageError
+from shardplug.memory.besides import KEPT, RETURNED, kept_share, used_by_process, used_now
 from shardplug.memory.choices import Choice
-from shardplug.memory.limits import (
-    ControlGroup,
-    headroom,
-    host_available,
-    process_limits,
-    process_used,
-)
-from shardplug.memory.meter import private_bytes
+from shardplug.memory.limits import ControlGroup, headroom, host_available, process_limits
 from shardplug.memory.observed import Call, Running
 from shardplug.memory.oom import OutOfMemory, is_out_of_memory, oom_report, place_of
 from shardplug.memory.optimizer_probe import likely_kind
@@ -47,7 +41,11 @@ WARNING = "memory_limit_near.txt"
 
 _SEEN = "_shardplug_explained"
 _BALLAST = 48 * 2**20
-_MARGIN = 0.97  # of what is there, so that a prediction that is a little off still fits
+_ERROR_ON_GPU = 0.03  # of the plan, beside the slack that it counts for the allocator
+_KEEPS = (
+    "the C allocator keeps freed memory, up to as much again as a plan counts: with "
+    "MALLOC_MMAP_THRESHOLD_=131072 in the environment it goes back to the system, and more fits"
+)
 
 
 class WatchedEngine(Protocol):
@@ -94,8 +92,7 @@ class OomWatch:
         self._accumulate = 1
         self._backwards = 0
         self._more = 1
-        self._base_private: int | None = None
-        self._base_used: dict[str, int] = {}
+        self._base: dict[str, int] = {}
         self._group = ControlGroup()
         self._warned = False
         # Given back before a report, which needs room too; never touched, so it takes no memory.
@@ -131,14 +128,12 @@ class OomWatch:
     def after_shard(self) -> None:
         """Note what the process holds besides the model."""
         engine = self._engine()
-        if engine is None or engine.device.type != "cpu" or self._base_private is not None:
+        if engine is None or engine.device.type != "cpu" or self._base:
             return
         if process_limits():
             gc.collect()  # what sharding has left over would count as needed for good
-        private = private_bytes()
         books = sum(self._in_memory(engine)[0].values())
-        self._base_private = None if private is None else private - books
-        self._base_used = {key: size - books for key, size in process_used().items()}
+        self._base = {key: size - books for key, size in used_by_process().items()}
 
     def on_call(self, model: nn.Module, method: str, args: Any, kwargs: Any) -> None:
         """Note the shapes of an outermost call that records gradients."""
@@ -224,7 +219,6 @@ class OomWatch:
     def _facts(self, engine: WatchedEngine, error: BaseException | None, limit: str) -> OutOfMemory:
         phase, module = place_of(None if error is None else error.__traceback__, engine.models)
         held, elsewhere = self._in_memory(engine)
-        total, capacity, source = self._capacity(engine, sum(held.values()))
         failure = OutOfMemory(
             error=error,
             rank=engine.rank,
@@ -233,16 +227,18 @@ class OomWatch:
             gathered=[name for model in engine.models for name in gathered_units(model)],
             held={kind: size for kind, size in held.items() if size},
             elsewhere={kind: size for kind, size in elsewhere.items() if size},
-            total=total,
-            limit=limit or source,
+            limit=limit,
             running=self._running,
         )
+        capacity = self._measure(engine, failure)
         try:
             self._plan_for(engine, failure, capacity)
         except Exception as reason:
             # Anything: it is the user's model that is traced. What was measured still stands.
             text = f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
             failure.notes.append(f"No plan could be made of the run: {text}")
+        if failure.besides is None:
+            self._settle(failure)
         return failure
 
     def _plan_for(self, engine: WatchedEngine, failure: OutOfMemory, capacity: int | None) -> None:
@@ -258,7 +254,15 @@ class OomWatch:
             failure.notes.append("activations are a formula's: the model could not be traced")
         if isinstance(failure.error, StorageError) and not failure.elsewhere:
             failure.elsewhere = _asked_for(engine.config, failure)
-        failure.remedies = remedies(run, found, self._room(engine, failure, capacity))
+        self._settle(failure)
+        room = self._room(engine, failure, capacity)
+        failure.remedies = remedies(run, found, room)
+        if (
+            room.outset is not None
+            and room.kept == KEPT
+            and any(not (r.surely or r.over) for r in failure.remedies)
+        ):
+            failure.notes.append(_KEEPS)
 
     def _run(self, engine: WatchedEngine) -> Running | None:
         twin, call = self._twin, self._call
@@ -294,36 +298,43 @@ class OomWatch:
         }
         return held, {kind: size for kind, size in books.items() if kind not in held}
 
-    def _capacity(self, engine: WatchedEngine, books: int) -> tuple[int | None, int | None, str]:
-        """Return what training holds, what it may hold at most, and the limit in words."""
-        device = engine.device
+    def _measure(self, engine: WatchedEngine, failure: OutOfMemory) -> int | None:
+        """Note what is held in all; return what a GPU's allocator may hold at most."""
+        device, books = engine.device, sum(failure.held.values())
         if device.type != "cpu":
             module = torch.get_device_module(device)
-            held, kept = int(module.memory_allocated(device)), int(module.memory_reserved(device))
             free, whole = module.mem_get_info(device)
-            return held, kept + int(free), f"{whole / 2**30:.3g} GiB of {device}"
-        private = private_bytes()
-        held_now = books
-        if private is not None and self._base_private is not None:
-            held_now = max(books, private - self._base_private)
+            failure.total = int(module.memory_allocated(device))
+            failure.limit = failure.limit or f"{whole / 2**30:.3g} GiB of {device}"
+            return int(module.memory_reserved(device)) + int(free)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        room = headroom(self._group, local)
-        if room is None:
-            return held_now, None, ""
-        words = f"{room.limit / 2**30:.3g} GiB, {room.source}"
-        used, limits = process_used(), process_limits()
-        for key, limit in limits.items():
-            if limit - used[key] <= room.free and key in self._base_used:
-                # Exact, and counts what is not resident too.
-                return held_now, limit - self._base_used[key], words
-        return held_now, held_now + max(0, room.free), words
+        failure.used = used_now(self._group, self._base, local)
+        failure.total = books
+        if failure.used is not None:
+            failure.total = max(books, failure.used.now - failure.used.base)
+            failure.limit = failure.limit or failure.used.limit
+        return None
+
+    def _settle(self, failure: OutOfMemory) -> None:
+        """Now that there is a plan, tell what it counts from what the process holds besides."""
+        used = failure.used
+        if used is not None:
+            books = sum(failure.held.values())
+            planned = failure.running is not None
+            failure.besides = used.besides(books, failure.beyond_books) if planned else used.base
+            failure.total = max(books, used.now - failure.besides)
 
     def _room(self, engine: WatchedEngine, failure: OutOfMemory, capacity: int | None) -> Room:
-        host = None
+        host, error, outset = None, _ERROR_ON_GPU, None
         if engine.device.type != "cpu":
             room, available = headroom(self._group), host_available()
             free = min(n for n in (room.free if room else None, available, 2**62) if n is not None)
             host = max(1, free + failure.elsewhere.get("optimizer_state_cpu", 0))
+        else:
+            error, used = RETURNED, failure.used
+            if used is not None and used.most is not None:
+                capacity = used.most - (failure.besides or used.base)
+                outset = used.most - used.base
         path = engine.config.nvme_path or os.environ.get("SHARDPLUG_NVME_PATH")
         refused = isinstance(failure.error, StorageError)
         most = capacity or failure.total or 1
@@ -331,10 +342,13 @@ class OomWatch:
         if here is not None and failure.error is not None and not refused:
             most = min(most, here.total)  # as the plan counts: that much was too much
         return Room(
-            capacity=max(1, int(_MARGIN * most)),
+            capacity=max(1, most),
             host=host,
             nvme=_free(path) if path else None,
             refused=engine.config.offload_optimizer if refused else "",
+            error=error,
+            outset=outset,
+            kept=kept_share(),
         )
 
     # ---------------------------------------------------------------- the file

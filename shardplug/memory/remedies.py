@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from shardplug.memory.besides import RETURNED
 from shardplug.memory.choices import GIB, Choice
 from shardplug.memory.observed import Running, batch_size, settings_of
 from shardplug.memory.optimizers import fused_kind
 from shardplug.memory.plan import Plan
 from shardplug.memory.report import accelerate_yaml, lightning_line
 
-__all__ = ["Remedy", "Room", "gib", "in_words", "is_known", "remedies"]
+__all__ = ["Remedy", "Room", "gib", "in_words", "remedies"]
 
 _NUMBER = 3
 
@@ -28,6 +29,12 @@ class Room:
     """Of the drive behind the swap folder, or None where unknown."""
     refused: str = ""
     """Tier that has just refused to hold the state, or nothing."""
+    error: float = 0.03
+    """Share of a plan's bytes by which a run may hold more."""
+    outset: int | None = None
+    """On CPU ranks: of the process, less what there was when the model was sharded."""
+    kept: float = 0.0
+    """Share of a plan's bytes by which the process may grow more from there."""
 
     def over(self, choice: Choice) -> int:
         """Return the bytes by which a choice is too large where it misses most, or 0."""
@@ -37,6 +44,14 @@ class Room:
         if self.nvme is not None:
             missing.append(choice.disk - self.nvme)
         return max(0, *missing)
+
+    def surely(self, choice: Choice) -> bool:
+        """Whether a choice fits even where it holds as much more as plans may be off."""
+        if self.over(choice) or (1 + self.error) * choice.device > self.capacity:
+            return False
+        # A run with parameters in files gives freed memory back.
+        kept = min(self.kept, RETURNED) if choice.offload_params == "nvme" else self.kept
+        return self.outset is None or (1 + kept) * choice.device <= self.outset
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,8 @@ class Remedy:
     """Bytes of one device that it holds less than the run at its planned peak."""
     over: int
     """Bytes that it still holds too much, or 0."""
+    surely: bool
+    """Whether it fits by more than the plan may be off."""
     slower: float
     """How many times as long a step takes, by the plan."""
     lines: tuple[str, ...]
@@ -59,8 +76,9 @@ class Remedy:
 def remedies(run: Running, found: Plan, room: Room) -> list[Remedy]:
     """Find the settings to take instead.
 
-    Those that are predicted to fit come first, the fastest of them in front, single changes
-    before several at once; then those that free most.
+    Those that fit by more than a plan may be off come first, the fastest of them in front, single
+    changes before several at once; then those that just fit, and those that do not, each by what
+    they free.
 
     Args:
         run: The run.
@@ -71,16 +89,21 @@ def remedies(run: Running, found: Plan, room: Room) -> list[Remedy]:
     if running is None:
         return []
     singles = list(_singles(run, found, running, room))
-    if room.refused or not any(remedy.over == 0 for remedy in singles):
+    if room.refused or not any(remedy.surely for remedy in singles):
         singles += _several(run, found, running, room)
     chosen = [remedy for remedy in singles if remedy.freed > 0 or room.refused]
     chosen.sort(key=_worth)
     return chosen[:_NUMBER]
 
 
-def _worth(remedy: Remedy) -> tuple[bool, bool, float, int]:
-    fits = remedy.over == 0
-    return not fits, fits and not remedy.single, fits * round(remedy.slower, 2), -remedy.freed
+def _worth(remedy: Remedy) -> tuple[int, bool, float, int]:
+    sure = remedy.surely
+    return (
+        2 - sure - (remedy.over == 0),
+        sure and not remedy.single,
+        sure * round(remedy.slower, 2),
+        -remedy.freed,
+    )
 
 
 def _singles(run: Running, found: Plan, running: Choice, room: Room) -> Iterator[Remedy]:
@@ -95,7 +118,7 @@ def _singles(run: Running, found: Plan, running: Choice, room: Room) -> Iterator
     for divided in _divisors(size):
         smaller = run.plan(divided=divided, alone=True)
         less = run.choice(smaller)
-        if less is not None and (not room.over(less) or divided == size):
+        if less is not None and (room.surely(less) or divided == size):
             yield _remedy(run, smaller, less, running, room, divided=divided)
             break
     if run.config.stage == 3 and run.config.prefetch:
@@ -114,13 +137,11 @@ def _singles(run: Running, found: Plan, running: Choice, room: Room) -> Iterator
 def _several(run: Running, found: Plan, running: Choice, room: Room) -> Iterator[Remedy]:
     """Several changes at once: any stage, tier and checkpointing, then the smallest batch too."""
     fitting = [choice for choice in _possible(found, room) if not room.over(choice)]
-    if not fitting:  # then the slowest will do, though it is planned by a formula
-        fitting = [c for c in found.choices if not c.unavailable and not room.over(c)]
     for choice in fitting:
         if settings_of(choice) != settings_of(running):
             yield _remedy(run, found, choice, running, room, single=False)
     size = batch_size(run.call.inputs)
-    if fitting or size == 1:
+    if size == 1 or any(room.surely(choice) for choice in fitting):
         return
     smallest = run.plan(divided=size)
     for choice in _possible(smallest, room):
@@ -128,17 +149,8 @@ def _several(run: Running, found: Plan, running: Choice, room: Room) -> Iterator
 
 
 def _possible(found: Plan, room: Room) -> Iterable[Choice]:
-    able = [choice for choice in found.choices if is_known(choice)]
+    able = [choice for choice in found.choices if not choice.unavailable]
     return [c for c in able if not room.refused or c.offload_optimizer != room.refused]
-
-
-def is_known(choice: Choice) -> bool:
-    """Whether a choice can be run, and is planned from how it runs.
-
-    Parameters outside the device are planned by a formula that leaves their buffers out, so they
-    are not recommended.
-    """
-    return not choice.unavailable and choice.offload_params == "none"
 
 
 def _divisors(size: int) -> Iterator[int]:
@@ -182,6 +194,7 @@ def _remedy(
         what=", ".join(words),
         freed=running.device - choice.device,
         over=room.over(choice),
+        surely=room.surely(choice),
         slower=choice.time.total / running.time.total if running.time.total else 1.0,
         lines=lines,
         single=single,
@@ -233,7 +246,9 @@ def _config_line(found: Plan, choice: Choice) -> str:
 def in_words(remedy: Remedy) -> str:
     """Say what a remedy changes, frees and costs, in one line."""
     freed = f"{gib(abs(remedy.freed))} {'less' if remedy.freed >= 0 else 'more'}"
-    fits = "fits" if not remedy.over else f"still {gib(remedy.over)} too much"
+    fits = "fits" if remedy.surely else "just fits, may not"
+    if remedy.over:
+        fits = f"still {gib(remedy.over)} too much"
     return f"{remedy.what}: {freed}, {fits}; a step takes {remedy.slower:.2f} times as long"
 
 

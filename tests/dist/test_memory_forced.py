@@ -145,6 +145,7 @@ def _run(case: Case, folder: Path, budget: int, fail: bool = False) -> tuple[str
     libc = ctypes.CDLL("libc.so.6")
     assert libc.mallopt(-3, 64 * 2**10) and libc.mallopt(-8, 1)  # M_MMAP_THRESHOLD, M_ARENA_MAX
     threading.stack_size(2**18)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 2**10)  # the same, for the report
     (folder / "swap").mkdir(parents=True, exist_ok=True)
     os.environ["SHARDPLUG_NVME_PATH"] = str(folder / "swap")
     config = ZeroConfig.parse(case.config)
