@@ -10,7 +10,7 @@ from shardplug.config import Tier, ZeroConfig
 from shardplug.core.stage import STAGES
 from shardplug.errors import ConfigError
 from shardplug.memory.costs import Machine, StepTime
-from shardplug.memory.curve import Setup, Walk
+from shardplug.memory.curve import IN_BOOKS, Setup, Walk
 from shardplug.memory.layout import Layout
 from shardplug.memory.segments import Segments
 from shardplug.memory.tier_sizes import tier_sizes
@@ -71,10 +71,12 @@ class Choice:
     def name(self) -> str:
         """The setting in a few words."""
         words = [f"zero{self.stage}"]
-        if self.offload_params != "none":
+        if self.offload_params == "nvme":
             words = [f"zero{self.stage}_infinity"]
         elif self.offload_optimizer != "none":
             words = [f"zero{self.stage}_{self.offload_optimizer}"]
+        if self.offload_params == "cpu":
+            words.append("offload_params=cpu")
         return " ".join([*words, "checkpointing"] if self.activation_checkpointing else words)
 
     @property
@@ -89,6 +91,8 @@ def tiers_of(stage: int) -> Iterator[tuple[Tier, Tier]]:
     yield "cpu", "none"
     yield "nvme", "none"
     if stage == 3:
+        yield "cpu", "cpu"
+        yield "nvme", "cpu"
         yield "nvme", "nvme"
 
 
@@ -126,7 +130,7 @@ def evaluate(
         setup,
         stage=STAGES[stage],
         state_tier=optimizer,
-        masters_away=parameters != "none",
+        params_tier=parameters,
     )
     found = walk(layout, segments, setup)
     host, disk, host_traffic, disk_traffic = _outside(layout, setup)
@@ -134,7 +138,7 @@ def evaluate(
     rests = (
         "master_shards",
         "optimizer_state",
-        "optimizer_state_cpu",
+        *(kind for kind in IN_BOOKS if kind.endswith("_cpu")),
         "staging",
         "buffers",
     )
@@ -182,6 +186,15 @@ def _outside(layout: Layout, setup: Setup) -> tuple[int, int, int, int]:
     # All of the state comes and goes back in each step.
     far = sizes.state - sizes.near if on_disk else 0
     host_traffic, disk_traffic = 2 * sizes.state, 2 * far
+    if setup.masters_on_host:
+        host += sizes.beside + sizes.resident + sizes.scratch + sizes.work
+        units = [unit_sizes(layout, n, setup) for n in range(len(layout.units))]
+        weights = sum(unit.masters for unit in units)
+        trained = sum(unit.master_trained for unit in units)
+        # Each gather takes the masters to the device, where they are cast; each reduction brings
+        # gradients back. The step goes through state, weights and gradients in the host's memory.
+        gathers = setup.accumulate * (1 + setup.stage.reshard_after_forward)
+        host_traffic += gathers * weights + setup.accumulate * trained + 3 * trained
     if setup.masters_away:
         read = sum(unit_sizes(layout, n, setup).read for n in range(len(layout.units)))
         host += (setup.prefetch + 1) * max(

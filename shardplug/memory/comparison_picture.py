@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardplug.errors import ConfigError
-from shardplug.memory.curve import PLAN_KINDS, Walk
+from shardplug.memory.curve import IN_BOOKS, PLAN_KINDS, Walk
 from shardplug.memory.picture import COLORS, LABELS, save_figure
 from shardplug.memory.row import BOOK_KINDS, PHASES, MemoryRow
 from shardplug.memory.run_plan import RunPlan, predicted_phases
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_comparison"]
 
-_SHOWN = (*BOOK_KINDS, "optimizer_state_cpu", "staging", "snapshot", "other")
+_SHOWN = (*IN_BOOKS, "snapshot", "other")
 
 
 def draw_comparison(

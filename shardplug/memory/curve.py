@@ -15,6 +15,8 @@ PLAN_KINDS = (
     "gathered",
     "gradients",
     "optimizer_state",
+    "master_shards_cpu",
+    "gradients_cpu",
     "optimizer_state_cpu",
     "staging",
     "activations",
@@ -23,10 +25,10 @@ PLAN_KINDS = (
     "optimizer_work",
     "buffers",
 )
-"""Kinds of tensors in the device's memory. On GPUs "optimizer_state_cpu" is 0 and "staging" has one
-block's gradients: the rest of both is host memory. On CPU ranks all of it is counted."""
+"""Kinds of tensors in the device's memory. On GPUs those in "_cpu" are 0 and "staging" has one
+block's gradients: the rest of them is host memory. On CPU ranks all of it is counted."""
 
-IN_BOOKS = PLAN_KINDS[:6]
+IN_BOOKS = PLAN_KINDS[:8]
 """Those that the engine keeps books of."""
 
 
@@ -49,8 +51,18 @@ class Setup:
     """Where optimizer state lives, as in `ZeroConfig.offload_optimizer`."""
     state_cpu_bytes: int = 0
     """CPU memory that is filled before files, as in `ZeroConfig.offload_cpu_gib`, in bytes."""
-    masters_away: bool = False
-    """Whether master shards live off the device."""
+    params_tier: Tier = "none"
+    """Where master shards and reduced gradients live, as in `ZeroConfig.offload_params`."""
+
+    @property
+    def masters_away(self) -> bool:
+        """Whether master shards are in files, and are read for each gather."""
+        return self.params_tier == "nvme"
+
+    @property
+    def masters_on_host(self) -> bool:
+        """Whether master shards are in the memory of a GPU's host, where the step runs too."""
+        return self.params_tier == "cpu" and self.device != "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,7 +329,8 @@ class OomWatch:
         if engine.device.type != "cpu":
             room, available = headroom(self._group), host_available()
             free = min(n for n in (room.free if room else None, available, 2**62) if n is not None)
-            host = max(1, free + failure.elsewhere.get("optimizer_state_cpu", 0))
+            ours = sum(n for kind, n in failure.elsewhere.items() if kind.endswith("_cpu"))
+            host = max(1, free + ours)
         else:
             error, used = RETURNED, failure.used
             if used is not None and used.most is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardplug.errors import ConfigError
-from shardplug.memory.curve import Walk
+from shardplug.memory.curve import IN_BOOKS, Walk
 from shardplug.memory.row import BOOK_KINDS, PHASES, TIER_KINDS, MemoryRow
 from shardplug.memory.run_plan import RunPlan, predicted_phases
 
@@ -245,8 +245,8 @@ def _draw_predicted(
     present = [phase for phase in PHASES if any(row.phase == phase for row in shown)]
     _, states_scale = _unit(max(_state_bytes(row) for row in shown))
     for place, phase in enumerate(present):
-        states = sum(planned[phase][kind] for kind in BOOK_KINDS)
-        states += planned[phase]["optimizer_state_cpu"]
+        held = planned[phase]
+        states = sum(held[kind] for kind in IN_BOOKS if kind != "staging")
         left.hlines(states / states_scale, place - 0.45, place + 0.45, color="black", ls="--")
     edges, rows = _phase_edges(shown)
     totals = [sum(planned[row.phase].values()) / scale for row in rows]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardplug.memory.choices import GIB, Choice
-from shardplug.memory.curve import PLAN_KINDS
+from shardplug.memory.curve import IN_BOOKS, PLAN_KINDS
 from shardplug.memory.lora import described
 from shardplug.memory.plan import Plan
 
@@ -83,7 +83,7 @@ def _lora_line(plan: Plan) -> list[str]:
 def _outside(choice: Choice) -> int:
     """Memory of the device at the peak that is there because state is in a tier."""
     held = choice.walk.peak.held
-    return held["optimizer_state_cpu"] + held["staging"]
+    return sum(held[kind] for kind in IN_BOOKS if kind.endswith("_cpu")) + held["staging"]
 
 
 def _row(choice: Choice, *, outside: bool) -> list[str]:
@@ -186,7 +186,7 @@ def _choice_dict(choice: Choice) -> dict[str, Any]:
 
 def _preset(choice: Choice) -> str:
     """Name the preset; state in files has none of its own, since a path comes with it."""
-    if choice.offload_optimizer == "nvme" and choice.offload_params == "none":
+    if choice.offload_optimizer == "nvme" and choice.offload_params != "nvme":
         return f"zero{choice.stage}"
     return choice.name.split()[0]
 
@@ -211,7 +211,7 @@ def lightning_line(plan: Plan, choice: Choice) -> str:
     request, preset = plan.request, _preset(choice)
     options = _options(plan, choice)
     strategy = f'"{preset}"'
-    if options:
+    if options or choice.offload_params == "cpu":
         fields = ", ".join(
             [
                 f"stage={choice.stage}",
@@ -239,7 +239,9 @@ def accelerate_yaml(plan: Plan, choice: Choice) -> str:
     """Return the Accelerate configuration file that runs a choice."""
     request, preset = plan.request, _preset(choice)
     fields = _options(plan, choice)
-    if choice.offload_optimizer == "nvme" and choice.offload_params == "none":
+    if choice.offload_params == "cpu":
+        fields = {"offload_params": "cpu", **fields}
+    if choice.offload_optimizer == "nvme" and choice.offload_params != "nvme":
         fields = {"offload_optimizer": "nvme", **fields}
     options = "".join(
         f",{name}={str(value).lower() if isinstance(value, bool) else value}"

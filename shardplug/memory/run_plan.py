@@ -16,7 +16,7 @@ from torch import nn
 from shardplug.core._torch import tree_leaves
 from shardplug.core.precision import PLAIN_FORWARD, Precision
 from shardplug.errors import ModelError
-from shardplug.memory.curve import PLAN_KINDS, Walk
+from shardplug.memory.curve import IN_BOOKS, PLAN_KINDS, Setup, Walk
 from shardplug.memory.dry_run import Step, dry_run
 from shardplug.memory.estimate import estimated_trace
 from shardplug.memory.layout import Placed
@@ -134,12 +134,11 @@ def predicted_phases(plan: Walk) -> dict[str, dict[str, int]]:
 
     "other" is all that is in no book: activations, logits, buffers of collectives and the model's.
     """
-    own = (*BOOK_KINDS, "optimizer_state_cpu", "staging")
     found = {}
     for phase in _ALIKE:
         held = _shown(plan, phase)
-        rest = sum(size for kind, size in held.items() if kind not in own)
-        found[phase] = {**{kind: held[kind] for kind in own}, "other": rest}
+        rest = sum(size for kind, size in held.items() if kind not in IN_BOOKS)
+        found[phase] = {**{kind: held[kind] for kind in IN_BOOKS}, "other": rest}
     return found
 
 
@@ -181,11 +180,6 @@ class RunPlanner:
         notes = list(self._notes)
         if shards < engine.shard_size:
             notes.append("the first shard stands for all; others hold at most as much")
-        if engine.config.offload_params == "cpu":
-            notes.append(
-                "parameters and gradients rest in CPU memory, and are counted here as if they "
-                "were on the device"
-            )
         return RunPlan(
             walks=tuple(self._walk(shard, accumulate) for shard in range(shards)),
             shards=engine.shard_size,
@@ -205,7 +199,7 @@ class RunPlanner:
             stale_gradients=self._first.stale_gradients,
         )
         found = walk(layout, self._segments, setup)
-        more = {"master_shards": self._beside}
+        more = {} if setup.masters_on_host else {_masters_kind(setup): self._beside}
         if setup.state_tier == "none":
             exact = optimizer_bytes(engine, self._placed, shard)
             more["optimizer_state"] = exact - found.phases["at_rest"]["optimizer_state"]
@@ -286,6 +280,10 @@ def _model_flops(trace: Trace, placed: Placed, recomputed: int) -> int:
     blocks = len(placed.blocks)
     shown = trace.traced_blocks or blocks or 1
     return trace.flops - recomputed * (blocks or 1) // shown
+
+
+def _masters_kind(setup: Setup) -> str:
+    return "master_shards_cpu" if setup.params_tier == "cpu" else "master_shards"
 
 
 def _with(plan: Walk, more: dict[str, int]) -> Walk:

@@ -162,7 +162,7 @@ def setup_of(engine: RunningEngine, *, shard: int, accumulate: int, stale_gradie
         optimizer=max(kinds, key=lambda kind: (kind.work, kind.tensors), default=OptimizerKind()),
         stale_gradients=stale_gradients,
         state_tier=config.offload_optimizer,
-        masters_away=config.offload_params == "nvme",
+        params_tier=config.offload_params,
     )
 
 

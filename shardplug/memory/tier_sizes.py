@@ -38,6 +38,9 @@ class TierSizes:
     pinned: int
     """Host memory of `near` where it is pinned: torch rounds each region to a power of 2."""
 
+    beside: int
+    """The same of master shards and reduced gradients, where they are in a GPU's host's memory."""
+
     resident: int
     """State that stays in memory: the counters, and all of parameters with no dimension."""
 
@@ -46,10 +49,10 @@ class TierSizes:
     first step makes them all; where state was loaded before it, there may be fewer."""
 
     scratch: int
-    """Memory on the device for one block's gradients, kept from the first step on."""
+    """Memory where the weights are, for one block's gradients, kept from the first step on."""
 
     work: int
-    """Memory on the device that a step needs for a moment, beyond the first one."""
+    """Memory where the weights are that a step needs for a moment, beyond the first one."""
 
     masters: int = 0
     """Parameters in files: each piece's region, rounded up to 4 KiB."""
@@ -101,6 +104,7 @@ def tier_sizes(layout: Layout, setup: Setup) -> TierSizes:
         state=sum(regions),
         near=sum(near),
         pinned=sum(_power_of_2(size) for size in near),
+        beside=_shards_on_host(layout, setup),
         resident=resident,
         buffers=min((num_far + passing) * BLOCK_BYTES, STAGING_BYTES) if on_disk else 0,
         scratch=_scratch(blocks, setup) if on_disk else 0,
@@ -120,6 +124,16 @@ def _within(regions: Sequence[int], setup: Setup) -> list[int]:
             room -= cost
             chosen.append(size)
     return chosen
+
+
+def _shards_on_host(layout: Layout, setup: Setup) -> int:
+    """Each parameter's shard is pinned by itself, and each gradient as it comes."""
+    found = 0
+    for plan in layout.parameters if setup.masters_on_host else ():
+        if plan.sharded:
+            size = plan.padded(setup.shards) * plan.master.itemsize
+            found += _power_of_2(max(size, 1)) * (2 if plan.trainable else 1)
+    return found
 
 
 def _power_of_2(size: int) -> int:
@@ -171,7 +185,9 @@ def _work(blocks: Sequence[Block], setup: Setup) -> int:
     pieces = [p for block in blocks for p in block.pieces]
     each = max((p.num_elements * p.entry.parameter.element_size() for p in pieces), default=0)
     found = 0 if optimizer.fused else optimizer.work * each
-    if setup.device != "cpu":  # the block before is let go of when the next one is done
+    if (
+        setup.device != "cpu" and not setup.masters_on_host
+    ):  # the block before is let go of when the next one is done
         largest = max((_bytes(block) for block in blocks), default=0)
         found += min(len(blocks), 2) * optimizer.tensors * largest
     return found

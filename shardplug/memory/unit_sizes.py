@@ -19,7 +19,9 @@ class UnitSizes:
     master_trained: int
     gathered: int
     cast: int
-    """The flat copy in the computation's dtype that a gather starts from."""
+    """The flat copy in the computation's dtype that a gather starts from, on the device."""
+    lifted: int
+    """The largest master shard that comes from the host's memory for a moment, to be cast."""
     read: int
     """Memory that the unit's padded shards are read into where they rest in files."""
     each: tuple[tuple[int, int], ...]
@@ -45,11 +47,23 @@ def unit_sizes(layout: Layout, number: int, setup: Setup) -> UnitSizes:
         masters=sum(n * plan.master.itemsize for plan, n in shard),
         master_trained=sum(n * plan.master.itemsize for plan, n in trained),
         gathered=sum(n * shards * plan.compute.itemsize for plan, n in shard),
-        cast=sum(n * plan.compute.itemsize for plan, n in shard if plan.compute != plan.master),
+        cast=sum(
+            n * plan.compute.itemsize
+            for plan, n in shard
+            if plan.compute != plan.master or setup.masters_on_host
+        ),
+        lifted=max(
+            (n * plan.master.itemsize for plan, n in shard if plan.compute != plan.master),
+            default=0,
+        )
+        if setup.masters_on_host
+        else 0,
         read=sum(aligned(max(n, 1) * plan.compute.itemsize) for plan, n in shard),
         each=tuple(
             (
-                n * plan.compute.itemsize if plan.compute != plan.master else 0,
+                n * plan.compute.itemsize
+                if plan.compute != plan.master or setup.masters_on_host
+                else 0,
                 n * plan.compute.itemsize,
             )
             for plan, n in shard

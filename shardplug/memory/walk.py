@@ -82,6 +82,9 @@ class _Walker:
         self._accumulated: dict[int, dict[int, int]] = {}
         self._reduced: dict[int, int] = {}
         self._forward_order: list[int] = []
+        on_cpu = setup.params_tier == "cpu" and setup.device == "cpu"
+        self._reduced_kind = "gradients_cpu" if on_cpu else "gradients"
+        self._stale: list[tuple[str, int]] = []
 
     # ------------------------------------------------------------------ the books
 
@@ -112,10 +115,16 @@ class _Walker:
     def run(self) -> Walk:
         setup, phases = self._setup, dict[str, dict[str, int]]()
         self._rest()
-        grads = sum(size.master_trained for size in self._sizes) + self._replicated_gradients()
+        sharded = sum(size.master_trained for size in self._sizes) * (not setup.masters_on_host)
         # On a drive the step uses gradients up: what holds them holds the weights from before it.
-        stale = grads if setup.stale_gradients and setup.state_tier != "nvme" else 0
-        self._add("gradients", stale)
+        stale = setup.stale_gradients and setup.state_tier != "nvme"
+        self._stale = (
+            [("gradients", self._replicated_gradients()), (self._reduced_kind, sharded)]
+            if stale
+            else []
+        )
+        for kind, size in self._stale:
+            self._add(kind, size)
         # Beyond the first two and the last, the micro-batches of a window are alike.
         shown = list(range(setup.accumulate))
         if len(shown) > 3:
@@ -124,7 +133,7 @@ class _Walker:
             self._micro, self._last = index, index == setup.accumulate - 1
             before = Counter(self._sent)
             self._phase = "forward"
-            self._run_micro_batch(phases, stale=stale if index == 0 else 0)
+            self._run_micro_batch(phases)
             if index == 1 and not self._last:
                 repeats = setup.accumulate - len(shown)
                 for kind, size in (self._sent - before).items():
@@ -132,12 +141,12 @@ class _Walker:
         self._phase = "step"
         self._step()
         if setup.state_tier == "nvme":
-            self._held["gradients"] = 0
+            self._held["gradients"] = self._held["gradients_cpu"] = 0
         ahead = self.reads.held
         self.reads.step()
         self._read_ahead(ahead)
         phases["after_step"] = dict(self._held)
-        self._held["gradients"] = 0
+        self._held["gradients"] = self._held["gradients_cpu"] = 0
         self._reduced.clear()
         self._phase = "rest"
         self._high_total = -1
@@ -161,7 +170,10 @@ class _Walker:
             if p.trainable
         )
         whole = sum(layout.parameters[i].numel * master_width(layout, i) for i in layout.replicated)
-        self._add("master_shards", (0 if setup.masters_away else masters) + whole)
+        on_device = masters if setup.params_tier == "none" else 0
+        self._add("master_shards", on_device + whole)
+        if setup.params_tier == "cpu" and setup.device == "cpu":
+            self._add("master_shards_cpu", masters)
         if setup.state_tier == "none":
             self._add("optimizer_state", state)
         else:
@@ -170,8 +182,9 @@ class _Walker:
         self._read_ahead(0)
 
     def _add_tier(self, tier: TierSizes) -> None:
-        self._add("optimizer_state", tier.resident)
-        self._add("staging", tier.scratch)
+        if not self._setup.masters_on_host:
+            self._add("optimizer_state", tier.resident)
+            self._add("staging", tier.scratch)
         if self._setup.device == "cpu":  # the host's memory is the device's
             self._add("staging", tier.buffers)
             self._add("optimizer_state_cpu", tier.near)
@@ -202,7 +215,7 @@ class _Walker:
             if layout.parameters[i].trainable
         )
 
-    def _run_micro_batch(self, phases: dict[str, dict[str, int]], stale: int) -> None:
+    def _run_micro_batch(self, phases: dict[str, dict[str, int]]) -> None:
         for segment in self._segments.segments:
             self._play(segment)
             mark, number = segment.mark, segment.number
@@ -221,7 +234,9 @@ class _Walker:
                 key = "after_forward_later" if self._micro else "after_forward"
                 phases[key] = dict(self._held)
                 self._phase = "backward"
-                self._held["gradients"] -= stale
+                for kind, size in self._stale:
+                    self._held[kind] -= size
+                self._stale = []
             elif mark is Mark.END:
                 self._end()
                 key = "after_backward" if self._last else "after_backward_between"
@@ -237,8 +252,8 @@ class _Walker:
                 if p.trainable
             ]
             work = setup.optimizer.work_bytes(shards, setup.device)
-        else:
-            work = self._tier.work
+        else:  # where the weights are on the host, so is the step
+            work = 0 if setup.masters_on_host else self._tier.work
         self._add("optimizer_work", work)
         self._held["optimizer_work"] -= work
         self._mark(-1)
@@ -292,7 +307,8 @@ class _Walker:
         if shards == 1 or not self._layout.units[unit].parameters:
             return
         start = self._acquire(unit)
-        self._add("communication", start)
+        self._add("communication", start + size.lifted)
+        self._held["communication"] -= size.lifted
         self._add("communication", size.gathered)
         self._held["communication"] -= start
         self._sent["gathers"] += size.gathered // shards * (shards - 1)
@@ -434,10 +450,13 @@ class _Walker:
             self._held["communication"] -= earlier
             self._held["gradients"] -= master
             self._reduced[unit] = 0
-        elif first:
+            return
+        self._held["gradients"] -= master
+        if setup.masters_on_host:
+            self._reduced[unit] = 0
+        elif first:  # a later one is added to it
+            self._held[self._reduced_kind] += master
             self._reduced[unit] = master
-        else:
-            self._held["gradients"] -= master  # added to the earlier shard
 
     def _largest_shard(self, unit: int) -> int:
         plans = [self._layout.parameters[i] for i in self._layout.units[unit].parameters]

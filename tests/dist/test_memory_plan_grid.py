@@ -29,6 +29,8 @@ TIERS = {  # name: where optimizer state and parameters live
     "none": ("none", "none"),
     "cpu": ("cpu", "none"),
     "nvme": ("nvme", "none"),
+    "all cpu": ("cpu", "cpu"),
+    "nvme, parameters cpu": ("nvme", "cpu"),
     "infinity": ("nvme", "nvme"),
 }
 PRECISIONS: dict[str, dict[str, Any]] = {  # name: what the engine is given
@@ -171,7 +173,7 @@ def test_plan_books_and_tensors_are_one_on_the_whole_grid(
 def _compare(pool: RankPool, tmp_path: Any, kind: str, precision: str, world_size: int) -> None:
     planned = _planned(kind, precision, world_size)
     held = pool.run(_hold_all, world_size, kind, precision, str(tmp_path))[0]
-    assert planned.keys() == held.keys() and len(held) == 3 * 3 + 1
+    assert planned.keys() == held.keys() and len(held) == 3 * 3 + 3
     compared = 0
     for case, books in held.items():
         for phase, found in books.items():

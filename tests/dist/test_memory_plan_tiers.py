@@ -63,22 +63,28 @@ def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return found if isinstance(model, Wide) else lm_loss(found, batch)
 
 
-def _planned(kind: str, stage: int, tier: str, optimizer: str, devices: int, **options: Any) -> Any:
+def _planned(
+    kind: str,
+    stage: int,
+    tier: str,
+    optimizer: str,
+    devices: int,
+    params: str = "none",
+    **options: Any,
+) -> Any:
     found = plan(
         _model(kind),
         devices=devices,
         device_memory_gib=4,
-        precision="32-true",
         stage=stage,  # type: ignore[arg-type]
         optimizer=optimizer,
         activation_checkpointing=False,
         batch=_batch(kind, 0),
         loss=_loss,
-        **{"device": "cpu", "loop": "pytorch", **options},
+        **{"device": "cpu", "loop": "pytorch", "precision": "32-true", **options},
     )
-    return next(
-        c for c in found.choices if (c.offload_optimizer, c.offload_params) == (tier, "none")
-    )
+    tiers = tier, params
+    return next(c for c in found.choices if (c.offload_optimizer, c.offload_params) == tiers)
 
 
 def _hold(
@@ -220,7 +226,8 @@ def test_exactly_what_runs_is_offered(stage: int) -> None:
     found = plan(TinyLM(), devices=2, device_memory_gib=4, batch=tokens(0, 0, 0), loss=_loss)
     mine = [c for c in found.choices if c.stage == stage and not c.activation_checkpointing]
     offered = {(c.offload_optimizer, c.offload_params): not c.unavailable for c in mine}
-    assert offered.pop(("nvme", "nvme"), stage == 3) == (stage == 3)
+    for tiers in (("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")):
+        assert offered.pop(tiers, False) == (stage == 3)
     assert offered == {("none", "none"): True, ("cpu", "none"): True, ("nvme", "none"): True}
     for choice in mine:
         fields = {
@@ -256,3 +263,53 @@ def test_on_gpus_state_is_the_hosts_memory() -> None:
     assert state <= on["cpu"].host / 2 < 2 * state and on["cpu"].disk == 0
     assert on["nvme"].host == 2 * min(STAGING_BYTES, on["nvme"].host // 2) > 0
     assert state <= on["nvme"].disk / 2 < state + 20 * 4096
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_on_gpus_parameters_are_the_hosts_memory(tier: str) -> None:
+    """By formula: nothing rests on the device, and shards and gradients are pinned on the host."""
+    options: dict[str, Any] = {"device": "cuda", "precision": "bf16-mixed", "accumulate": 3}
+    beside = _planned("wide", 3, tier, "adamw", 2, **options)
+    all_off = _planned("wide", 3, tier, "adamw", 2, params="cpu", **options)
+    scalar = 4
+    rest = all_off.walk.phases["at_rest"]
+    assert rest["master_shards"] == scalar and rest["optimizer_state"] == rest["staging"] == 0
+    masters = beside.walk.phases["at_rest"]["master_shards"] - scalar
+    assert masters > 20 * MIB
+    for phase in ("after_backward_between", "after_backward", "after_step"):
+        held = all_off.walk.phases[phase]
+        used_up = phase == "after_step" and tier == "nvme"
+        assert held["gradients"] == (0 if used_up else scalar) and held["gathered"] == 0
+        assert not any(size for kind, size in held.items() if kind.endswith("_cpu"))
+    # The unit is on the device while it is computed with, and its gradients until they have gone.
+    points = all_off.walk.points
+    gathered = {max(p.held["gathered"] for p in c.walk.points) for c in (beside, all_off)}
+    assert len(gathered) == 1 and gathered.pop() > 0
+    assert max(p.held["gradients"] for p in points if p.phase == "backward") >= masters
+    assert all(p.held["optimizer_work"] == 0 for p in points)
+    # The host has shards and gradients, each pinned region rounded up to a power of 2.
+    more = all_off.host / 2 - beside.host / 2
+    assert 2 * masters <= more < 4 * masters + 64 * MIB
+    assert all_off.disk == beside.disk
+    # Each of 3 micro-batches gathers twice and sends its gradients; the step runs on the host.
+    seconds = all_off.time.transfers - beside.time.transfers
+    assert seconds * Machine().host_gb_s * 1e9 == pytest.approx((6 + 3 + 3) * masters)
+    assert all_off.walk.moved == beside.walk.moved
+
+
+def test_parameters_in_cpu_memory_are_printed_to_be_copied() -> None:
+    found = plan(TinyLM(), devices=2, device_memory_gib=4, batch=tokens(0, 0, 0), loss=_loss)
+    seen = set()
+    for choice in found.choices:
+        if choice.offload_params != "cpu" or choice.activation_checkpointing:
+            continue
+        text = accelerate_yaml(found, choice).partition("shardplug:")[2].partition('"')[0]
+        parsed = ZeroConfig.parse(text)
+        assert (parsed.offload_optimizer, parsed.offload_params) == (
+            choice.offload_optimizer,
+            "cpu",
+        )
+        assert 'offload_params="cpu"' in lightning_line(found, choice)
+        assert choice.name == f"zero3_{choice.offload_optimizer} offload_params=cpu"
+        seen.add(choice.offload_optimizer)
+    assert seen == {"cpu", "nvme"}

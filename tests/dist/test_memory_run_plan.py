@@ -24,7 +24,7 @@ from shardplug.memory import (
     PngSink,
     RunPlan,
 )
-from shardplug.memory.run_plan import predicted_books
+from shardplug.memory.run_plan import predicted_books, predicted_phases
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
 
@@ -230,17 +230,26 @@ def test_what_is_computed_again_is_no_operation_of_the_model(
     assert plain == again == counter.get_total_flops() > 0
 
 
-def _offloaded(folder: Path) -> tuple[list[str], tuple[str, ...], list[str]]:
-    config = ZeroConfig(stage=3, offload_optimizer="cpu", offload_params="cpu")
-    plan, _, said = _run(folder, config, TinyLM, _adamw, "auto")
-    assert plan is not None
-    return [plan.failure], plan.notes, said
-
-
-def test_parameters_in_cpu_memory_are_named_as_not_planned(pool: RankPool, tmp_path: Path) -> None:
-    for failure, notes, said in pool.run(_offloaded, 2, tmp_path):
-        assert failure == [""] and said == []
-        assert "rest in CPU memory" in notes[-1]
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_parameters_in_cpu_memory_are_planned(pool: RankPool, tmp_path: Path, tier: str) -> None:
+    config = ZeroConfig(
+        stage=3,
+        offload_optimizer=tier,  # type: ignore[arg-type]
+        offload_params="cpu",
+        nvme_path=str(tmp_path) if tier == "nvme" else None,
+    )
+    for plan, _, said in pool.run(_run, 2, tmp_path, config, TinyLM, _adamw, "auto"):
+        assert plan is not None and plan.traced and said == []
+        assert not any("CPU memory" in note for note in plan.notes)
+    rows = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+    compared = 0
+    for row in rows:
+        if row["step"] == STEPS:
+            planned = predicted_phases(plan.walk_of(row["rank"]))[row["phase"]]
+            for kind in (*BOOK_KINDS, "master_shards_cpu", "gradients_cpu"):
+                assert row[f"{kind}_bytes"] == planned[kind], (row["rank"], row["phase"], kind)
+                compared += planned[kind] > 0
+    assert compared > 2 * len(PHASES)
 
 
 def test_training_is_the_same_with_and_without(pool: RankPool, tmp_path: Path) -> None:
