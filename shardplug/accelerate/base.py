@@ -31,6 +31,7 @@ from shardplug.accelerate.options import (
 from shardplug.config import ZeroConfig
 from shardplug.core.mesh import build_mesh
 from shardplug.engine import ZeroEngine
+from shardplug.memory.announce import Announcement
 
 __all__ = ["AcceleratorBase", "engine_of"]
 
@@ -85,6 +86,7 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
         self.completed_steps = 0
         """Optimizer steps done by the first prepared optimizer; restored by `load_state`."""
         self._engine: ZeroEngine | None = None
+        self._announcement: Announcement | None = None
         self._unsharded_optimizers: list[torch.optim.Optimizer] = []
         self._expected: list[Any] = []
         self._no_sync_depth = 0
@@ -99,10 +101,15 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
             self._engine.oom.loop = "accelerate"
             if self.project_dir is not None:
                 self._engine.oom.write_into(self.project_dir)
+            self._announcement = Announcement(
+                self._engine, accumulate=lambda: self.gradient_accumulation_steps
+            )
         return self._engine
 
     def _remember(self, model: nn.Module) -> None:
         setattr(model, _ENGINE, self.engine)
+        if self._announcement is not None:
+            self._announcement.follow_models()
 
     def _description(self) -> str:
         config = self.zero_config

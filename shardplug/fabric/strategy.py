@@ -20,6 +20,7 @@ from shardplug.hosts.checkpoints import KeepsCheckpoints
 from shardplug.hosts.example import example_batch
 from shardplug.hosts.options import budget_of, config_of, preset_options
 from shardplug.hosts.world import World
+from shardplug.memory.announce import Announcement
 from shardplug.memory.auto import AutoBudget, auto_config
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
                 )
             self._engine = attach.new_engine(config, self.root_device)
             self._engine.oom.loop = "lightning"
+            self._announcement = Announcement(self._engine)
         by_hand = getattr(module, "automatic_optimization", True) is False
         attach.shard(
             self._engine,
@@ -215,6 +217,8 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
             forward_methods=(),
             child_units=several_optimizers or by_hand,
         )
+        if self._announcement is not None:
+            self._announcement.follow_models()
         return Entry(module)
 
     # ---------------------------------------------------------------- the step

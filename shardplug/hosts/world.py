@@ -14,6 +14,7 @@ from shardplug.config import ZeroConfig
 from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError
 from shardplug.hosts import comm, namespace
+from shardplug.memory.announce import Announcement
 from shardplug.memory.auto import AutoBudget
 
 __all__ = ["World"]
@@ -47,6 +48,7 @@ class World:
         self._timeout = timeout
         self._meeting = comm.Meeting(timeout)
         self._engine: ZeroEngine | None = None
+        self._announcement: Announcement | None = None
         self._in_window = False
 
     @property

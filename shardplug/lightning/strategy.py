@@ -28,10 +28,12 @@ from shardplug.hosts.checkpoints import KeepsCheckpoints
 from shardplug.hosts.options import budget_of, config_of, preset_options
 from shardplug.hosts.world import World
 from shardplug.lightning import automatic, callbacks
+from shardplug.lightning.first_step import first_step
 from shardplug.lightning.precision import clip_through_engine
 from shardplug.lightning.restoring import Restores
 from shardplug.lightning.saving import Saves
 from shardplug.lightning.steps import RunsSteps
+from shardplug.memory.announce import Announcement
 from shardplug.memory.auto import AutoBudget
 
 if TYPE_CHECKING:
@@ -190,6 +192,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
             self._engine = attach.new_engine(config, self.root_device)
             self._engine.oom.loop = "lightning"
             self._engine.oom.write_into(module.trainer.default_root_dir)
+            self._announcement = Announcement(self._engine, listens=False)
             self._shard(module)
         for copy in callbacks.average_models(module.trainer):
             if not any(copy is known for known in self._engine.models):
@@ -234,6 +237,14 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
 
     def model_to_device(self) -> None:
         """Do nothing: sharding moves the module, unit by unit."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step; the first one is planned before."""
+        if self._announcement is not None and args:
+            module, number = self.lightning_module, args[1] if len(args) > 1 else 0
+            self._announcement.begin(lambda: first_step(module.trainer, module, args[0], number))
+            self._announcement = None
+        return super().training_step(*args, **kwargs)
 
     # ---------------------------------------------------------------- the end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardplug.memory.remedies import gib
 from shardplug.memory.run_plan import FirstStep, RunPlan, RunPlanner
 from shardplug.memory.running import RunningEngine
 from shardplug.memory.throughput import Work, work_of
 
-__all__ = ["Foresight", "StepCost"]
+__all__ = ["Foresight", "StepCost", "plan_line"]
+
+
+_seen_to: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Engines whose run was planned, or is not to be."""
+
+
+def plan_line(plan: RunPlan) -> str:
+    """Say the plan of a run in one line."""
+    peak = max((walk.peak for walk in plan.walks), key=lambda point: point.total)
+    kinds = sorted(peak.held.items(), key=lambda item: -item[1])[:3]
+    where = " ".join(part for part in (peak.phase, peak.unit) if part)
+    words = [
+        f"planned peak {gib(peak.total)} per rank, in {where}: "
+        + ", ".join(f"{kind} {gib(size)}" for kind, size in kinds if size)
+    ]
+    moved = plan.walks[0].moved.total
+    words.append(f"micro-batches per step: {plan.accumulate}, sent per rank and step: {gib(moved)}")
+    if plan.failure:
+        words.append("activations by a formula")
+    return "; ".join(words)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +63,26 @@ class Foresight:
         plans: Whether a plan is to be made.
         on_plan: Called on rank 0 with the plan, and again with a better one: how many
             micro-batches make a step may be known only after the first.
+        accumulate: Tells the micro-batches of a step, where that is known.
+        yields: Whether to leave a run to others that plan it, or were told not to.
+        say: Gets what is wrong with a plan; by default it is a warning.
     """
 
     def __init__(
-        self, engine: RunningEngine, plans: bool, on_plan: Callable[[RunPlan], None]
+        self,
+        engine: RunningEngine,
+        plans: bool,
+        on_plan: Callable[[RunPlan], None],
+        *,
+        accumulate: Callable[[], int] | None = None,
+        yields: bool = False,
+        say: Callable[[str], None] | None = None,
     ) -> None:
+        self._accumulate = accumulate
+        self._yields = yields
+        self._say = say or _warn
+        if not plans and hasattr(engine, "models"):
+            _seen_to.add(engine)
         self._engine = engine
         self._plans = plans
         self._on_plan = on_plan
@@ -87,6 +128,7 @@ class Foresight:
                 batch=(args, kwargs),
                 loss=None,
                 autocast=torch.is_autocast_enabled(device),
+                accumulate=None if self._accumulate is None else self._accumulate(),
             )
         )
         self.count((args, kwargs))
@@ -98,6 +140,9 @@ class Foresight:
         self._first_done = True
         if not self._plans or self._engine.rank != 0:
             return
+        if self._yields and self._engine in _seen_to:
+            return
+        _seen_to.add(self._engine)
         try:
             self._planner = RunPlanner(self._engine, first())
             self._take(self._planner.plan())
@@ -105,21 +150,18 @@ class Foresight:
             # A plan is no reason to end a training, whatever the user's classes raise under it.
             self._planner = None
             reason = str(error).partition("\n")[0]
-            warnings.warn(
-                f"This run has no plan of its memory: {type(error).__name__}: {reason}",
-                stacklevel=3,
-            )
+            self._say(f"This run has no plan of its memory: {type(error).__name__}: {reason}")
             return
         if self.plan is not None and self.plan.failure:
-            warnings.warn(
+            self._say(
                 "The step could not be traced for the plan of this run's memory, so its "
                 "activations are a formula's, which may be off by a factor of 2; model states are "
-                f"exact. Reason: {self.plan.failure}",
-                stacklevel=3,
+                f"exact. Reason: {self.plan.failure}"
             )
 
     def _take(self, plan: RunPlan) -> None:
         self.plan = plan
+        print(f"shardplug: {plan_line(plan)}", flush=True)
         self._on_plan(plan)
 
     def count(self, batch: Any) -> None:

@@ -7,7 +7,7 @@ sharded with `child_units` are laid out as they train.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,12 @@ class RunningEngine(Protocol):
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The prepared optimizers."""
+
+    def add_phase_listener(self, fn: Callable[[str], None], /) -> None:
+        """Call `fn` with the phase's name at the end of each phase."""
+
+    def remove_phase_listener(self, fn: Callable[[str], None], /) -> None:
+        """Stop calling `fn`."""
 
 
 def placed_as_sharded(model: nn.Module, config: ZeroConfig) -> Placed:

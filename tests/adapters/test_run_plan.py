@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 
 from shardplug.core.precision import PLAIN_FORWARD
 from shardplug.memory import BOOK_KINDS, FirstStep, JsonlSink, MemoryTracker, RunPlan, read_jsonl
+from shardplug.memory.announce import PLAN_VARIABLE
 from shardplug.memory.run_plan import RunPlanner, predicted_phases
 from tests.adapters.accelerate.common import accelerator, loader, samples, seeded_model
 from tests.support.models import TinyLM, lm_loss, tokens
@@ -114,3 +118,92 @@ def _two_models() -> tuple[list[str], int]:
 
 def test_a_frozen_model_beside_is_counted(pool: RankPool) -> None:
     assert pool.run(_two_models, 2) == [([], 0), ([], 0)]
+
+
+def _plain_accelerate(folder: Path) -> None:
+    acc = accelerator(zero="zero3", gradient_accumulation_steps=MICRO_BATCHES)
+    model = seeded_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, batches = acc.prepare(model, optimizer, loader(samples(4)))
+    for batch in batches:
+        with acc.accumulate(model):
+            acc.backward(lm_loss(model(batch), batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _plain_trainer(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    import torch.distributed as dist
+
+    from tests.adapters.hf_trainer.common import build, launched, run
+
+    with launched("zero3"):
+        size = dist.get_world_size()
+        run(folder, build(), rank=dist.get_rank(), world_size=size, max_steps=2)
+
+
+def _plain_fabric(folder: Path) -> None:
+    pytest.importorskip("lightning")
+    from tests.adapters.fabric.test_fabric import fabric
+
+    run = fabric("zero3")
+    model = seeded_model()
+    model, optimizer = run.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for step in range(2):
+        for micro in range(MICRO_BATCHES):
+            batch = tokens(step, micro, run.global_rank)
+            with run.no_backward_sync(model, enabled=micro != MICRO_BATCHES - 1):
+                run.backward(lm_loss(model(batch), batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _plain_lightning(folder: Path, curve: bool = False) -> None:
+    pytest.importorskip("lightning")
+    from shardplug.lightning import MemoryCurve
+    from tests.adapters.lightning import modules
+
+    callbacks = [MemoryCurve(folder, picture=False)] if curve else []
+    module = modules.build()
+    trainer = modules.trainer(
+        callbacks=callbacks,
+        max_steps=2,
+        accumulate_grad_batches=MICRO_BATCHES,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, modules.in_order(batch_size=2))
+
+
+def _lightning_with_a_curve(folder: Path) -> None:
+    _plain_lightning(folder, curve=True)
+
+
+def _lines(host: Any, folder: Path, switch: str) -> list[str]:
+    printed = io.StringIO()
+    os.environ[PLAN_VARIABLE] = switch
+    try:
+        with contextlib.redirect_stdout(printed):
+            host(folder)
+    finally:
+        del os.environ[PLAN_VARIABLE]
+    return [line for line in printed.getvalue().splitlines() if "planned peak" in line]
+
+
+HOSTS = [_plain_accelerate, _plain_trainer, _plain_fabric, _plain_lightning]
+
+
+@pytest.mark.parametrize("host", [*HOSTS, _lightning_with_a_curve])
+def test_every_run_prints_its_plan_at_its_start(pool: RankPool, tmp_path: Path, host: Any) -> None:
+    first, other = pool.run(_lines, 2, host, tmp_path, "on")
+    assert other == []
+    assert first[-1].startswith("shardplug: planned peak ") and "per rank, in " in first[-1]
+    assert f"micro-batches per step: {MICRO_BATCHES}," in first[-1]
+    # Who cannot know the window before the first step says it again.
+    assert len(first) == (2 if host in (_plain_fabric, _plain_trainer) else 1), first
+    assert not list(tmp_path.rglob("plan.json")) or host is _lightning_with_a_curve
+
+
+@pytest.mark.parametrize("host", [_plain_accelerate, _plain_lightning])
+def test_a_plan_that_is_not_wanted_is_not_made(pool: RankPool, tmp_path: Path, host: Any) -> None:
+    assert pool.run(_lines, 2, host, tmp_path, "off") == [[], []]
