@@ -90,8 +90,19 @@ def test_plans() -> None:
     printed = {c for page in ("README.md", "docs/guides/plan.md") for c in commands(ROOT / page)}
     plans = [c[c.index("shardplug plan") :] for c in printed if "plan" in c and "llama-3.1-8b" in c]
     assert len(plans) == 3
-    for plan in plans:
-        folder = ROOT if "recipes/configs" in plan else ROOT / "recipes" / "configs"
-        said = run(on_this_interpreter(plan), folder)
+    started = [  # side by side: each is one process
+        subprocess.Popen(
+            on_this_interpreter(plan),
+            env=environment(),
+            cwd=ROOT if "recipes/configs" in plan else ROOT / "recipes" / "configs",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for plan in plans
+    ]
+    for plan, process in zip(plans, started, strict=True):
+        said, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, f"{plan}\n{said[-2000:]}{errors[-5000:]}"
         size = "8.04 billion" if "--lora" in plan else "8.03 billion"
         assert f"{size} parameters" in said and "the fastest that fits" in said, plan

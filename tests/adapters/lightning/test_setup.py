@@ -38,39 +38,60 @@ def run_python(code: str, *arguments: str, **environment: str) -> subprocess.Com
 
 
 ORDERS = """
+import os
 import sys
-for name in {order!r}:
-    __import__(name)
-from shardplug._hosts import REGISTRIES
-import importlib
-for module, (registry, _) in REGISTRIES.items():
-    if module.split(".")[0] not in {roots!r}:
-        assert module not in sys.modules, module
-        continue
-    found = getattr(importlib.import_module(module), registry).available_strategies()
-    assert {presets!r} <= set(found), (module, found)
-print("registered")
+import torch, torch.distributed.checkpoint, torch.distributed.fsdp
+
+def check(order, roots):
+    ours = {{"shardplug", "lightning", "lightning_fabric", "pytorch_lightning"}}
+    assert not ours & set(sys.modules)
+    for name in order:
+        __import__(name)
+    from shardplug._hosts import REGISTRIES
+    import importlib
+    for module, (registry, _) in REGISTRIES.items():
+        if module.split(".")[0] not in roots:
+            assert module not in sys.modules, module
+            continue
+        found = getattr(importlib.import_module(module), registry).available_strategies()
+        assert {presets!r} <= set(found), (module, found)
+    print(f"registered by {{order}}", flush=True)
+
+started = {{}}
+for order, roots in {orders!r}:  # each in a process that has imported torch and nothing else
+    child = os.fork()
+    if not child:
+        try:
+            check(order, roots)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    started[child] = order
+failed = [started[child] for child in started if os.waitpid(child, 0)[1]]
+assert not failed, failed
 """
+IMPORTS = [
+    ("shardplug", "lightning.pytorch"),
+    ("lightning.pytorch", "shardplug"),
+    ("shardplug", "lightning.fabric", "lightning.pytorch"),
+    ("pytorch_lightning", "shardplug"),
+    ("shardplug", "lightning_fabric"),
+    ("lightning.fabric", "shardplug", "pytorch_lightning"),
+]
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        ("shardplug", "lightning.pytorch"),
-        ("lightning.pytorch", "shardplug"),
-        ("shardplug", "lightning.fabric", "lightning.pytorch"),
-        ("pytorch_lightning", "shardplug"),
-        ("shardplug", "lightning_fabric"),
-        ("lightning.fabric", "shardplug", "pytorch_lightning"),
-    ],
-)
-def test_strings_are_known_in_any_import_order(order: tuple[str, ...]) -> None:
-    roots = {name.partition(".")[0] for name in order if name != "shardplug"}
-    if "pytorch_lightning" in roots:
-        roots.add("lightning_fabric")
-    done = run_python(ORDERS.format(order=order, roots=roots, presets=set(PRESETS)))
+def test_strings_are_known_in_any_import_order() -> None:
+    orders = []
+    for order in IMPORTS:
+        roots = {name.partition(".")[0] for name in order if name != "shardplug"}
+        if "pytorch_lightning" in roots:
+            roots.add("lightning_fabric")
+        orders.append((order, roots))
+    done = run_python(ORDERS.format(orders=orders, presets=set(PRESETS)))
     assert done.returncode == 0, done.stderr
-    assert "registered" in done.stdout
+    assert sorted(done.stdout.splitlines()) == sorted(f"registered by {o}" for o in IMPORTS)
 
 
 def test_import_is_light() -> None:
