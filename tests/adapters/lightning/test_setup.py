@@ -27,14 +27,23 @@ from tests.adapters.lightning.modules import (
 ROOT = Path(__file__).parents[3]
 
 
-def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def start_python(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=100,
     )
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    process = start_python(code, *arguments, **environment)
+    try:
+        output, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 ORDERS = """
@@ -276,28 +285,33 @@ print(type(cli.trainer.strategy).__name__, cli.trainer.strategy.config)
 QUIET = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
 
 
-@pytest.mark.parametrize(
-    ("first", "arguments", "expected"),
-    [
-        ("import shardplug", ["--trainer.strategy=zero2"], "ZeroConfig(stage=2"),
-        (
-            "",  # jsonargparse imports the class
-            [
-                "--trainer.strategy.class_path=shardplug.lightning.ZeroStrategy",
-                "--trainer.strategy.init_args.stage=1",
-                "--trainer.strategy.init_args.units=[Linear]",
-                "--trainer.strategy.init_args.param_dtype=bf16",
-                "--trainer.strategy.init_args.activation_checkpointing=true",
-                "--trainer.strategy.init_args.timeout=0:10:00",
-            ],
-            "units=('Linear',), param_dtype=torch.bfloat16",
-        ),
-    ],
-)
-def test_lightning_cli(first: str, arguments: list[str], expected: str) -> None:
-    done = run_python(CLI.format(first=first), *arguments, *QUIET)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "ZeroStrategy ZeroConfig(" in done.stdout and expected in done.stdout, done.stdout
+COMMAND_LINES = [
+    ("import shardplug", ["--trainer.strategy=zero2"], "ZeroConfig(stage=2"),
+    (
+        "",  # jsonargparse imports the class
+        [
+            "--trainer.strategy.class_path=shardplug.lightning.ZeroStrategy",
+            "--trainer.strategy.init_args.stage=1",
+            "--trainer.strategy.init_args.units=[Linear]",
+            "--trainer.strategy.init_args.param_dtype=bf16",
+            "--trainer.strategy.init_args.activation_checkpointing=true",
+            "--trainer.strategy.init_args.timeout=0:10:00",
+        ],
+        "units=('Linear',), param_dtype=torch.bfloat16",
+    ),
+]
+
+
+def test_lightning_cli() -> None:
+    """By name and by class path, side by side."""
+    started = [
+        start_python(CLI.format(first=first), *arguments, *QUIET)
+        for first, arguments, _ in COMMAND_LINES
+    ]
+    for process, (_, arguments, expected) in zip(started, COMMAND_LINES, strict=True):
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, f"{arguments}: {errors[-3000:]}"
+        assert "ZeroStrategy ZeroConfig(" in output and expected in output, output
 
 
 LAUNCHED = """
