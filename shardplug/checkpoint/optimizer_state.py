@@ -20,6 +20,7 @@ from shardplug.checkpoint.groups import (
 from shardplug.checkpoint.model_state import local_rows
 from shardplug.checkpoint.names import clean_name, listed
 from shardplug.core._torch import reshard_all
+from shardplug.core.quantised import own_form
 from shardplug.errors import CheckpointError
 
 __all__ = [
@@ -158,7 +159,9 @@ def load_optimizer(
             values = saved.pop(names[parameter], None)
             if values is not None:
                 placed[parameter] = {
-                    key: _place(key, value, parameter, options, copy)
+                    key: own_form(
+                        optimizer, parameter, key, _place(key, value, parameter, options, copy)
+                    )
                     for key, value in values.items()
                 }
     for group, found in zip(optimizer.param_groups, matched, strict=True):

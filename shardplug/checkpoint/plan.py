@@ -18,6 +18,7 @@ from shardplug.checkpoint.manifest import dtype_of
 from shardplug.checkpoint.model_state import check_fits, state_and_aliases
 from shardplug.checkpoint.names import Pairing, listed, pair
 from shardplug.checkpoint.optimizer_state import parameter_names
+from shardplug.core.quantised import quantised_like
 from shardplug.errors import CheckpointError
 
 __all__ = ["ModelPlan", "OptimizerPlan", "plan_model", "plan_optimizer", "whole_targets"]
@@ -194,7 +195,7 @@ def plan_optimizer(
             wrong.append(f"{name}: {shape} in the checkpoint, {tuple(parameter.shape)} here")
             continue
         targets[name] = {
-            key: _target(entry, parameter, key, optimizer if in_place else None)
+            key: _target(entry, parameter, key, optimizer, in_place=in_place)
             for key, entry in entries.items()
         }
     if wrong:
@@ -247,14 +248,19 @@ def _target(
     parameter: nn.Parameter,
     key: str,
     optimizer: torch.optim.Optimizer | None,
+    *,
+    in_place: bool,
 ) -> torch.Tensor:
     """Return what one value is read into: its place in a tier, or new memory."""
-    place = getattr(None if optimizer is None else optimizer.state, "target", None)
-    if place is not None and tuple(entry["shape"]) == tuple(parameter.shape):
+    if optimizer is None or tuple(entry["shape"]) != tuple(parameter.shape):
+        return _empty(entry, parameter)
+    place = getattr(optimizer.state, "target", None)
+    if in_place and place is not None:
         found: torch.Tensor | None = place(parameter, key, dtype_of(entry))
         if found is not None:
             return found
-    return _empty(entry, parameter)
+    quantised = quantised_like(optimizer, parameter, key)
+    return _empty(entry, parameter) if quantised is None else quantised
 
 
 def _empty(entry: Mapping[str, Any], parameter: nn.Parameter) -> torch.Tensor:

@@ -254,10 +254,19 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         local = local_tensor(tensor)
         if isinstance(local, TensorWithoutMemory):
             continue
-        storage = local.untyped_storage()
-        if num_bytes := storage.nbytes():
-            sizes[storage.data_ptr()] = num_bytes
+        for part in _parts(local):
+            storage = part.untyped_storage()
+            if num_bytes := storage.nbytes():
+                sizes[storage.data_ptr()] = num_bytes
     return sum(sizes.values())
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that one made of others consists of, as torchao's 8-bit state; else itself."""
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names: list[str] = tensor.__tensor_flatten__()[0]
+    return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from shardplug.errors import ModelError
 __all__ = ["refuse_unshardable", "shard_model"]
 
 _QUANTISED = frozenset({"Params4bit", "Int8Params", "NF4Tensor", "HQQTensor", "QTensor"})
-"""Classes of parameters of bitsandbytes, torchao, HQQ and quanto."""
+"""Classes of parameters of bitsandbytes, torchao's older ones, HQQ and quanto."""
 
 
 def refuse_unshardable(model: nn.Module) -> None:
@@ -79,7 +79,14 @@ def _refuse_quantised(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         names = {kind.__name__ for kind in type(parameter).__mro__}
         kept_beside = any(hasattr(parameter, extra) for extra in ("quant_state", "SCB"))
-        if kept_beside or names & _QUANTISED or any("Quantized" in one for one in names):
+        # torchao has a class per format (Int8Tensor, Float8Tensor), and new ones with each release.
+        by_torchao = any(kind.__module__.startswith("torchao.") for kind in type(parameter).__mro__)
+        if (
+            kept_beside
+            or by_torchao
+            or names & _QUANTISED
+            or any("Quantized" in one for one in names)
+        ):
             raise ModelError(
                 f"Expected weights of an ordinary dtype, got {name or 'a parameter'} quantised "
                 f"({type(parameter).__name__}): {advice}"

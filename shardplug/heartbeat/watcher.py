@@ -80,6 +80,7 @@ class Watcher:
         self._outgoing: list[tuple[str, str, threading.Event]] = []
         self._wake, self._ended = threading.Event(), threading.Event()
         self._leaving = False
+        self._all_left = threading.Event()  # on rank 0, while it leaves
         self._left: set[int] = set()
         self._ending = threading.Lock()
         self._connection: Any = None
@@ -124,7 +125,7 @@ class Watcher:
         self._leaving = True
         self._send(f"left/{self._rank}", "1")
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            self._ended.wait(2 * self._pause + 0.5)  # their next round finds the store
+            self._all_left.wait(2 * self._pause + 0.5)  # their next round finds the store
         self._ended.set()
         self._wake.set()
         # A thread that comes back from the store while the interpreter goes aborts the process.
@@ -153,7 +154,7 @@ class Watcher:
                 self._wait_for_store(error)
                 return
             self._last_round = time.monotonic()
-            self._wake.wait(self._pause)
+            self._wake.wait(min(self._pause, 0.05) if self._leaving else self._pause)
             self._wake.clear()
 
     def _round(self, beats: int) -> None:
@@ -171,6 +172,10 @@ class Watcher:
                     self._connection.set(self._key(f"raising/{number}"), name)
             self._outgoing.pop(0)
             sent.set()
+        if self._leaving and self._rank == 0:
+            others = [self._key(f"left/{rank}") for rank in range(1, self._world_size)]
+            if self._connection.check(others):
+                self._all_left.set()
         self._connection.set(self._key(f"beat/{self._rank}"), f"{beats} {self.progress}")
         if self._connection.check([self._key("verdict")]):
             self._end(self._get("verdict"))

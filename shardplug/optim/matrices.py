@@ -1,6 +1,7 @@
 """Optimizers whose update is not that of a rank's rows alone.
 
-What can be made right is (`torch.optim.Muon`, `torch.optim.Rprop`); what cannot is refused by name.
+What can be made right is (`torch.optim.Muon`, `torch.optim.Rprop`); what cannot is refused by name,
+as are optimizers whose kernels take no sharded parameters.
 """
 
 from __future__ import annotations
@@ -26,6 +27,19 @@ _REFUSED: dict[type[torch.optim.Optimizer], str] = {
 }
 """Classes of torch that would fail in the first step, with the reason."""
 
+_NEVER: dict[str, tuple[str, str]] = {
+    "bitsandbytes.": (
+        "its kernels take ordinary tensors, and sharded parameters are none",
+        "Use AdamW8bit of torchao.optim, whose state takes a byte per value too, or "
+        "torch.optim.AdamW.",
+    ),
+    "torchao.optim.cpu_offload.": (
+        "it steps parameters during the backward, before their gradients are reduced",
+        'Use torch.optim.AdamW with offload_optimizer="cpu".',
+    ),
+}
+"""Beginnings of modules with such classes outside torch: the reason, and what to do."""
+
 
 def settle_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer right for parameters whose rows are spread over the ranks, or refuse it.
@@ -35,10 +49,16 @@ def settle_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         OptimizerError: When its update needs means over whole matrices, all gradients as one
-            vector, or sparse gradients.
+            vector, or sparse gradients, or its kernels take no sharded parameters.
     """
     kind = type(optimizer)
     owner = next(c for c in kind.__mro__ if "step" in vars(c))
+    for front, (reason, advice) in _NEVER.items():
+        if _full_name(owner).startswith(front):
+            raise OptimizerError(
+                f"Expected an optimizer that can train parameters whose rows are spread over the "
+                f"ranks, got {kind.__name__} of {kind.__module__}: {reason}. {advice}"
+            )
     if owner is torch.optim.Adafactor or _full_name(owner) in _FACTORED:
         raise OptimizerError(
             "Expected an optimizer whose state has one element for each of the parameter's, got "

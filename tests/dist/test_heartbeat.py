@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,20 +22,27 @@ from tests.support.pool import RankPool
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _meet(store: str) -> ZeroEngine:
-    """Meet in a TCPStore, which ranks of the pool do not, and let the process end by itself."""
+def _meet() -> ZeroEngine:
+    """Meet in a TCPStore, which ranks of the pool do not."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    server = None
+    if rank == 0:  # on a port of the server's choice: one that is found free may be taken by then
+        server = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+    port = [server.port if server else 0]
+    dist.broadcast_object_list(port)
+    store = server or dist.TCPStore("127.0.0.1", port[0], world_size, False)
+    # gloo's connections are made one after the other: a rank that has all of its own and closes
+    # them again ends the set-up of one that is still at it.
+    store.set(f"met/{rank}", "")
+    store.wait([f"met/{other}" for other in range(world_size)])
     dist.destroy_process_group()
-    host, port = store.split(":")
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     assert heartbeat.start(Limits(silence_seconds=2.0, grace_seconds=1.0))
     return ZeroEngine(ZeroConfig(stage=3))
 
 
-def _train(store: str, out: str, fault: str, who: int) -> None:
-    engine = _meet(store)
+def _train(out: str, fault: str, who: int) -> None:
+    engine = _meet()
     sys.stderr = open(f"{out}/{engine.rank}", "w", buffering=1)  # noqa: SIM115
     model = engine.shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
     optimizer = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -56,13 +62,9 @@ def _train(store: str, out: str, fault: str, who: int) -> None:
 
 @pytest.mark.parametrize(("fault", "who"), [("stop", 0), ("stop", 1), ("raise", 1)])
 def test_every_rank_ends(pool: RankPool, tmp_path: Path, fault: str, who: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    pool.run(dist.get_rank, 2)  # what follows does not include the start of the ranks
     begin = time.monotonic()
-    pool.run(
-        _train, 2, f"127.0.0.1:{port}", str(tmp_path), fault, who, expect_death=True, timeout=25
-    )
+    pool.run(_train, 2, str(tmp_path), fault, who, expect_death=True, timeout=25)
     assert time.monotonic() - begin < 25  # far above the limits of 2 s
     pool.close()  # the ranks are gone, though some may not be known to be yet
     text = (tmp_path / str(1 - who)).read_text()

@@ -16,26 +16,31 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "train_capped.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, str(RECIPE), *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=folder,  # a report of the failure is written there
-        check=False,
     )
 
 
 def test_losses_are_those_of_a_run_in_memory(tmp_path: Path) -> None:
     found = {}
-    for name, arguments in {
-        "memory": ("--in-memory",),
-        "files": ("--nvme-path", str(tmp_path), "--memory-gib", "2"),
-    }.items():
-        done = run(tmp_path, *arguments, "--steps", "3", "--report", str(tmp_path / f"{name}.json"))
-        assert done.returncode == 0, done.stderr
+    started = {  # one process each, side by side
+        name: start(
+            tmp_path, *arguments, "--steps", "3", "--report", str(tmp_path / f"{name}.json")
+        )
+        for name, arguments in {
+            "memory": ("--in-memory",),
+            "files": ("--nvme-path", str(tmp_path), "--memory-gib", "2"),
+        }.items()
+    }
+    for name, process in started.items():
+        _, errors = process.communicate(timeout=250)
+        assert process.returncode == 0, errors
         found[name] = json.loads((tmp_path / f"{name}.json").read_text())
     losses = {name: [row["loss"] for row in report["steps"]] for name, report in found.items()}
     assert len(losses["files"]) == 3 and losses["files"] == losses["memory"]
@@ -47,9 +52,11 @@ def test_losses_are_those_of_a_run_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_limit_is_one(tmp_path: Path) -> None:
-    done = run(tmp_path, "--in-memory", "--size", "100m", "--memory-gib", "0.75")
-    assert done.returncode != 0
+    small = start(tmp_path, "--in-memory", "--size", "100m", "--memory-gib", "0.75")
+    nowhere = start(tmp_path, "--steps", "1")
+    _, errors = small.communicate(timeout=250)
+    assert small.returncode != 0
     assert (tmp_path / "out_of_memory.txt").stat().st_size > 500
-    assert re.search(r"MemoryError|can't allocate memory|bad_alloc|Cannot allocate", done.stderr)
-    done = run(tmp_path, "--steps", "1")
-    assert done.returncode == 2 and "Expected --nvme-path or --in-memory" in done.stderr
+    assert re.search(r"MemoryError|can't allocate memory|bad_alloc|Cannot allocate", errors)
+    _, errors = nowhere.communicate(timeout=250)
+    assert nowhere.returncode == 2 and "Expected --nvme-path or --in-memory" in errors

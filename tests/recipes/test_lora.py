@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+
+from tests.support.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
@@ -46,8 +50,15 @@ def run(out: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_adapter_of_a_resumed_run(tmp_path: Path) -> None:
-    run(tmp_path, "--steps", "4")
+def in_resident_ranks(options: dict[str, Any]) -> None:
+    sys.path.insert(0, str(ROOT / "recipes"))
+    recipe = importlib.import_module("finetune_lora")
+    recipe.main(recipe.Options(accelerator="cpu", devices=2, **options))
+
+
+def test_adapter_of_a_resumed_run(tmp_path: Path, pool: RankPool) -> None:
+    small = {"seq_length": 32, "held_out_rows": 16, "micro_batch": 2}
+    pool.run(in_resident_ranks, 2, {**small, "out": str(tmp_path), "steps": 4})
     printed = run(tmp_path, "--steps", "8", "--resume", "true", "--stage", "2")
     assert (tmp_path / "checkpoints" / "step-00008.ckpt").is_dir()
     losses = re.search(r"held-out loss: ([\d.]+) before, ([\d.]+) after", printed)

@@ -18,11 +18,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(
-        command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=600
+    return output_of(start(command, folder))
+
+
+def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=environment(),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-5000:]}"
-    return done.stdout
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    try:
+        output, errors = process.communicate(timeout=600)
+    finally:
+        process.kill()
+    assert process.returncode == 0, f"{process.args}\n{output[-2000:]}{errors[-5000:]}"
+    return output
 
 
 def clone(folder: Path) -> Path:
@@ -56,8 +72,11 @@ def test_export(tmp_path: Path) -> None:
     train, look, export = commands(DOCS / "guides" / "export.md")[:3]
     clone(tmp_path)
     run([*on_this_interpreter(train), *SMALL, "--wandb", "off", "--accelerator", "cpu"], tmp_path)
-    assert "* a resumed run takes step-00020.ckpt" in run(on_this_interpreter(look), tmp_path)
-    run(on_this_interpreter(export), tmp_path)
+    looking, exporting = (
+        start(on_this_interpreter(command), tmp_path) for command in (look, export)
+    )
+    assert "* a resumed run takes step-00020.ckpt" in output_of(looking)
+    output_of(exporting)
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     assert (tmp_path / "exported" / "tokenizer.json").is_file()
 
@@ -90,8 +109,14 @@ def test_plans() -> None:
     printed = {c for page in ("README.md", "docs/guides/plan.md") for c in commands(ROOT / page)}
     plans = [c[c.index("shardplug plan") :] for c in printed if "plan" in c and "llama-3.1-8b" in c]
     assert len(plans) == 3
-    for plan in plans:
-        folder = ROOT if "recipes/configs" in plan else ROOT / "recipes" / "configs"
-        said = run(on_this_interpreter(plan), folder)
+    started = [  # side by side: each is one process
+        start(
+            on_this_interpreter(plan),
+            ROOT if "recipes/configs" in plan else ROOT / "recipes" / "configs",
+        )
+        for plan in plans
+    ]
+    for plan, process in zip(plans, started, strict=True):
+        said = output_of(process)
         size = "8.04 billion" if "--lora" in plan else "8.03 billion"
         assert f"{size} parameters" in said and "the fastest that fits" in said, plan

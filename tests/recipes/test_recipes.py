@@ -33,6 +33,7 @@ OPTIONS: dict[str, Any] = {
     "micro_batch": 2,
     "learning_rate": LEARNING_RATE,
     "wandb": "off",
+    "export": False,
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -76,7 +77,7 @@ class Runs:
     def launch(self, jobs: list[dict[str, Any]], world_size: int) -> None:
         for job in jobs:
             if job["recipe"] == "lightning":
-                job["options"]["devices"] = world_size
+                job["options"]["devices"] = 1 if "alone" in job else world_size
         path = self.folder / f"jobs_{len(list(self.folder.glob('jobs_*.json')))}.json"
         path.write_text(json.dumps(jobs))
         command = [sys.executable, str(Path(__file__).with_name("run_many.py")), str(path)]
@@ -160,14 +161,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         job("dropout_a2", dropout=0.2),
         job("dropout-again_a2", dropout=0.2, resume="dropout_a2"),
     ]
-    runs.launch(on_two_ranks, world_size=2)
-    on_one_rank = [
-        job("lightning3-alone_l1", resume="whole_l3", micro_batch=4),
-        job("lightning3-alone_a2", resume="whole_l3", micro_batch=2, accumulate=2),
-        job("accelerate3-alone_a1", resume="whole_a3", micro_batch=4),
-        job("accelerate3-alone_l2", resume="whole_a3", micro_batch=2, accumulate=2),
+    on_one_rank = [  # two at a time, in the processes of the two ranks
+        job("lightning3-alone_l1", resume="whole_l3", micro_batch=4) | {"alone": 0},
+        job("lightning3-alone_a2", resume="whole_l3", accumulate=2) | {"alone": 1},
+        job("accelerate3-alone_a1", resume="whole_a3", micro_batch=4) | {"alone": 0},
+        job("accelerate3-alone_l2", resume="whole_a3", accumulate=2) | {"alone": 1},
     ]
-    runs.launch(on_one_rank, world_size=1)
+    runs.launch([*on_two_ranks, *on_one_rank], world_size=2)
     return runs
 
 

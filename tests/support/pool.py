@@ -145,6 +145,9 @@ def _serve(pipe: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=group_timeout),
             )
+            # gloo connects to one peer after the other: a rank that is through, and closes its
+            # connections as the function is short, would end the set-up of one that is still at it.
+            dist.barrier()
             torch.manual_seed(1234)
             fn, args, kwargs = pickle.loads(job)
             with contextlib.redirect_stdout(output):

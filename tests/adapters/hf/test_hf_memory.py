@@ -60,13 +60,13 @@ def test_each_rank_takes_its_shard_the_largest_tensor_and_64_mib(tmp_path):
     command = [sys.executable, str(SCRIPT)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), "4", str(tmp_path / "store"), str(tmp_path)],
+            [*command, str(rank), "2", str(tmp_path / "store"), str(tmp_path)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(4)
+        for rank in range(2)
     ]
     results = []
     for rank in ranks:
@@ -77,7 +77,7 @@ def test_each_rank_takes_its_shard_the_largest_tensor_and_64_mib(tmp_path):
         print(result)
         assert result["elements"] > 195e6
         assert result["dtype"] == "torch.float32"
-        assert result["shard"] >= 0.99 * result["elements"]  # a quarter of them, 4 bytes each
+        assert result["shard"] >= 0.99 * 2 * result["elements"]  # half of them, 4 bytes each
         assert result["peak"] <= result["shard"] + largest + 64 * MIB, result
         assert result["on_meta"] <= 64 * MIB
     assert sum(result["sum"] for result in results) == pytest.approx(total, rel=1e-9)

@@ -27,50 +27,80 @@ from tests.adapters.lightning.modules import (
 ROOT = Path(__file__).parents[3]
 
 
-def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def start_python(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=100,
     )
 
 
+def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    process = start_python(code, *arguments, **environment)
+    try:
+        output, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
 ORDERS = """
+import os
 import sys
-for name in {order!r}:
-    __import__(name)
-from shardplug._hosts import REGISTRIES
-import importlib
-for module, (registry, _) in REGISTRIES.items():
-    if module.split(".")[0] not in {roots!r}:
-        assert module not in sys.modules, module
-        continue
-    found = getattr(importlib.import_module(module), registry).available_strategies()
-    assert {presets!r} <= set(found), (module, found)
-print("registered")
+import torch, torch.distributed.checkpoint, torch.distributed.fsdp
+
+def check(order, roots):
+    ours = {{"shardplug", "lightning", "lightning_fabric", "pytorch_lightning"}}
+    assert not ours & set(sys.modules)
+    for name in order:
+        __import__(name)
+    from shardplug._hosts import REGISTRIES
+    import importlib
+    for module, (registry, _) in REGISTRIES.items():
+        if module.split(".")[0] not in roots:
+            assert module not in sys.modules, module
+            continue
+        found = getattr(importlib.import_module(module), registry).available_strategies()
+        assert {presets!r} <= set(found), (module, found)
+    print(f"registered by {{order}}", flush=True)
+
+started = {{}}
+for order, roots in {orders!r}:  # each in a process that has imported torch and nothing else
+    child = os.fork()
+    if not child:
+        try:
+            check(order, roots)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    started[child] = order
+failed = [started[child] for child in started if os.waitpid(child, 0)[1]]
+assert not failed, failed
 """
+IMPORTS = [
+    ("shardplug", "lightning.pytorch"),
+    ("lightning.pytorch", "shardplug"),
+    ("shardplug", "lightning.fabric", "lightning.pytorch"),
+    ("pytorch_lightning", "shardplug"),
+    ("shardplug", "lightning_fabric"),
+    ("lightning.fabric", "shardplug", "pytorch_lightning"),
+]
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        ("shardplug", "lightning.pytorch"),
-        ("lightning.pytorch", "shardplug"),
-        ("shardplug", "lightning.fabric", "lightning.pytorch"),
-        ("pytorch_lightning", "shardplug"),
-        ("shardplug", "lightning_fabric"),
-        ("lightning.fabric", "shardplug", "pytorch_lightning"),
-    ],
-)
-def test_strings_are_known_in_any_import_order(order: tuple[str, ...]) -> None:
-    roots = {name.partition(".")[0] for name in order if name != "shardplug"}
-    if "pytorch_lightning" in roots:
-        roots.add("lightning_fabric")
-    done = run_python(ORDERS.format(order=order, roots=roots, presets=set(PRESETS)))
+def test_strings_are_known_in_any_import_order() -> None:
+    orders = []
+    for order in IMPORTS:
+        roots = {name.partition(".")[0] for name in order if name != "shardplug"}
+        if "pytorch_lightning" in roots:
+            roots.add("lightning_fabric")
+        orders.append((order, roots))
+    done = run_python(ORDERS.format(orders=orders, presets=set(PRESETS)))
     assert done.returncode == 0, done.stderr
-    assert "registered" in done.stdout
+    assert sorted(done.stdout.splitlines()) == sorted(f"registered by {o}" for o in IMPORTS)
 
 
 def test_import_is_light() -> None:
@@ -255,28 +285,33 @@ print(type(cli.trainer.strategy).__name__, cli.trainer.strategy.config)
 QUIET = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
 
 
-@pytest.mark.parametrize(
-    ("first", "arguments", "expected"),
-    [
-        ("import shardplug", ["--trainer.strategy=zero2"], "ZeroConfig(stage=2"),
-        (
-            "",  # jsonargparse imports the class
-            [
-                "--trainer.strategy.class_path=shardplug.lightning.ZeroStrategy",
-                "--trainer.strategy.init_args.stage=1",
-                "--trainer.strategy.init_args.units=[Linear]",
-                "--trainer.strategy.init_args.param_dtype=bf16",
-                "--trainer.strategy.init_args.activation_checkpointing=true",
-                "--trainer.strategy.init_args.timeout=0:10:00",
-            ],
-            "units=('Linear',), param_dtype=torch.bfloat16",
-        ),
-    ],
-)
-def test_lightning_cli(first: str, arguments: list[str], expected: str) -> None:
-    done = run_python(CLI.format(first=first), *arguments, *QUIET)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "ZeroStrategy ZeroConfig(" in done.stdout and expected in done.stdout, done.stdout
+COMMAND_LINES = [
+    ("import shardplug", ["--trainer.strategy=zero2"], "ZeroConfig(stage=2"),
+    (
+        "",  # jsonargparse imports the class
+        [
+            "--trainer.strategy.class_path=shardplug.lightning.ZeroStrategy",
+            "--trainer.strategy.init_args.stage=1",
+            "--trainer.strategy.init_args.units=[Linear]",
+            "--trainer.strategy.init_args.param_dtype=bf16",
+            "--trainer.strategy.init_args.activation_checkpointing=true",
+            "--trainer.strategy.init_args.timeout=0:10:00",
+        ],
+        "units=('Linear',), param_dtype=torch.bfloat16",
+    ),
+]
+
+
+def test_lightning_cli() -> None:
+    """By name and by class path, side by side."""
+    started = [
+        start_python(CLI.format(first=first), *arguments, *QUIET)
+        for first, arguments, _ in COMMAND_LINES
+    ]
+    for process, (_, arguments, expected) in zip(started, COMMAND_LINES, strict=True):
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, f"{arguments}: {errors[-3000:]}"
+        assert "ZeroStrategy ZeroConfig(" in output and expected in output, output
 
 
 LAUNCHED = """

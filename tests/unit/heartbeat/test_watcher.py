@@ -75,6 +75,17 @@ def three() -> Iterator[Group]:
     group.close()
 
 
+def test_the_rank_with_the_store_stays_until_the_others_have_left(three: Group) -> None:
+    three.watchers[2].leave()
+    three.watchers[0]._leaving = True  # its round looks who is left, and one is
+    three.watchers[0]._wake.set()
+    time.sleep(0.3)
+    assert not three.watchers[0]._all_left.is_set()
+    three.watchers[1].leave()
+    three.watchers[0].leave()
+    assert three.watchers[0]._all_left.is_set() and not three.ended
+
+
 def test_ranks_that_beat_and_ranks_that_leave_are_no_alarm(three: Group) -> None:
     three.watchers[1].leave()
     time.sleep(2.6)
