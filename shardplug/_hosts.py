@@ -35,6 +35,7 @@ REGISTRIES: dict[str, tuple[str, str]] = {
 
 _TRAINER_MODULES = (
     "accelerate",
+    "transformers.modeling_utils",
     "transformers.trainer",
     "transformers.trainer_utils",
     "transformers.training_args",

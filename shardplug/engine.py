@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from shardplug.core.root import KeptOutputs, RootCalls
 from shardplug.core.schedule import Schedule
 from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
+from shardplug.core.threads import warn_of_cores
 from shardplug.core.units import plan_units
 from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
 from shardplug.memory.oom_watch import OomWatch, explain_step
@@ -106,6 +108,8 @@ class ZeroEngine:
         self._control = control_group(self.device)
         settle_at_exit()
         heartbeat.start()
+        if config.offload_optimizer != "none" or self.device.type == "cpu":
+            warn_of_cores(os.environ)
         self._tier = self._open_tier()
         self._parameters = self._open_parameter_tier()
         self._streamed: weakref.WeakKeyDictionary[torch.optim.Optimizer, StreamedOptimizer] = (

@@ -24,6 +24,7 @@ from shardplug.accelerate.loaders import (
 )
 from shardplug.accelerate.mixed import add_autocast, remove_autocast
 from shardplug.accelerate.saving import SavingMethods
+from shardplug.accelerate.spread import refuse_spread
 from shardplug.errors import ConfigError, ModelError, OptimizerError
 from shardplug.hosts.example import example_batch
 from shardplug.memory.auto import auto_config
@@ -127,11 +128,7 @@ class Accelerator(GradientMethods, SavingMethods):
         """
         if any(model is known for known in self._models):
             return model
-        if self.verify_device_map(model):
-            raise ModelError(
-                f"Expected a model on one device, got {type(model).__name__} loaded with "
-                "device_map over several. Load it without device_map; every rank gets its shard."
-            )
+        refuse_spread(self, model)
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ModelError(
                 f"Expected an unsharded model, but {type(model).__name__} was sharded by "

@@ -17,7 +17,13 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from shardplug.errors import ConfigError
 
-__all__ = ["process_group_handler", "refuse_too_many_ranks", "switch_to_fsdp", "wants_cpu"]
+__all__ = [
+    "process_group_handler",
+    "refuse_lone_tasks",
+    "refuse_too_many_ranks",
+    "switch_to_fsdp",
+    "wants_cpu",
+]
 
 
 def wants_cpu(cpu: bool, environment: Mapping[str, str]) -> bool:
@@ -43,6 +49,28 @@ def refuse_too_many_ranks(cpu: bool, environment: Mapping[str, str]) -> None:
         )
 
 
+def refuse_lone_tasks(num_processes: int, environment: Mapping[str, str]) -> None:
+    """Refuse tasks of one srun that each train by themselves: Accelerate does not look at SLURM.
+
+    Args:
+        num_processes: Ranks that Accelerate found.
+        environment: The process environment.
+
+    Raises:
+        ConfigError: On every task, with both numbers.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    shell = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    launched = "LOCAL_RANK" in environment or "WORLD_SIZE" in environment
+    if num_processes == 1 and tasks > 1 and not shell and not launched:
+        raise ConfigError(
+            f"Expected one training of {tasks} ranks, as srun started {tasks} tasks, got {tasks} "
+            "trainings of 1 rank: Accelerate does not read SLURM's variables. Start one task per "
+            "node, which starts its ranks: srun --ntasks-per-node=1 accelerate launch ... or "
+            "torchrun ... (for trainings apart on purpose set WORLD_SIZE=1)."
+        )
+
+
 def process_group_handler(
     handlers: list[Any] | None, cpu: bool, environment: Mapping[str, str]
 ) -> list[Any] | None:
@@ -63,6 +91,7 @@ def switch_to_fsdp(state: AcceleratorState, plugin: Any, environment: Mapping[st
     Raises:
         ConfigError: When Accelerate was set up for another mode before, on every rank.
     """
+    refuse_lone_tasks(state.num_processes, environment)
     world_size = int(environment.get("WORLD_SIZE", "1"))
     if state.num_processes != world_size:
         raise ConfigError(

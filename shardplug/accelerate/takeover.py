@@ -2,9 +2,9 @@
 
 A process takes part when the YAML behind it says `fsdp_sharding_strategy: "shardplug:..."`. There
 `accelerate.Accelerator` is replaced by ours, and in `transformers.trainer` also the functions that
-write and read its checkpoints. TRL's trainers are subclasses of Trainer and need nothing more.
-`shardplug.run` does this before a script starts; in a script that imports shardplug, it happens as
-the modules are imported.
+write and read its checkpoints; models note with which `device_map` they were loaded. TRL's trainers
+are subclasses of Trainer and need nothing more. `shardplug.run` does this before a script starts;
+in a script that imports shardplug, it happens as the modules are imported.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from shardplug.accelerate.spread import SPREAD, SPREADING
 
 __all__ = ["adapt", "take_over"]
 
@@ -88,8 +90,28 @@ def _adapt_arguments(module: Any) -> None:
     setattr(kind, _CHECKED, True)
 
 
+def _adapt_models(module: Any) -> None:
+    """Note which models Accelerate was to spread: where there is one device, nothing shows it."""
+    kind = getattr(module, "PreTrainedModel", None)
+    if kind is None or hasattr(kind, _CHECKED):
+        return
+    own = kind.from_pretrained.__func__
+
+    @functools.wraps(own)
+    def noting(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = own(cls, *args, **kwargs)
+        if kwargs.get("device_map") in SPREADING:
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+            setattr(model, SPREAD, kwargs["device_map"])
+        return loaded
+
+    kind.from_pretrained = classmethod(noting)
+    setattr(kind, _CHECKED, True)
+
+
 _ADAPTERS: dict[str, Callable[[Any], None]] = {
     "accelerate": _adapt_accelerate,
+    "transformers.modeling_utils": _adapt_models,
     "transformers.trainer": _adapt_trainer,
     "transformers.trainer_utils": _adapt_trainer_utils,
     "transformers.training_args": _adapt_arguments,

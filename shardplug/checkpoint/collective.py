@@ -24,7 +24,10 @@ __all__ = [
 
 T = TypeVar("T")
 
-_GONE = "Another rank is gone, or did not answer in time."
+_GONE = (
+    "Another rank is gone, or did not answer in time. Make this call on every rank: rank 0 alone "
+    "waits for the others."
+)
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 """Groups made so far, for each default group that was up."""

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardplug.errors import ModelError
 
 __all__ = [
+    "CONVERT_BEFORE",
     "BackwardWatch",
     "GradScaler",
     "TensorWithoutMemory",
@@ -37,6 +38,7 @@ __all__ = [
     "announce_collectives",
     "attention_by_kernel",
     "book_tensors",
+    "changed_layout",
     "clamp_all",
     "default_tcp_store",
     "drop_unreduced_gradients",
@@ -64,6 +66,7 @@ __all__ = [
     "reset_iteration",
     "reshard_all",
     "reshard_own",
+    "resting_layouts",
     "save_tensors",
     "set_collectives",
     "set_gather_ahead",
@@ -78,6 +81,12 @@ __all__ = [
     "written_tensors",
     "without_memory",
 ]
+
+CONVERT_BEFORE = (
+    "Convert a model before it is sharded; to compute in less than fp32 use precision= (Lightning, "
+    'Fabric), mixed_precision (Accelerate) or ZeroConfig(param_dtype="bf16").'
+)
+"""What a user does instead of converting a sharded model."""
 
 
 def _param_groups(root: nn.Module) -> Iterator[Any]:
@@ -137,6 +146,28 @@ def refresh_dtypes(root: nn.Module) -> list[str]:
         if trainable and group._orig_dtype is None and not lacking:
             group._init_mp_dtypes()
     return lacking
+
+
+def resting_layouts(root: nn.Module) -> list[tuple[Any, torch.dtype, torch.device]]:
+    """Return FSDP2's parameters, with the dtype and the device that their shards have now."""
+    return [
+        (param, param.sharded_param.dtype, param.sharded_param.device)
+        for group in _param_groups(root)
+        for param in group.fsdp_params
+    ]
+
+
+def changed_layout(layouts: list[tuple[Any, torch.dtype, torch.device]]) -> tuple[str, str] | None:
+    """Find a shard that was converted since `resting_layouts`, by name, and what it is now."""
+    for param, dtype, device in layouts:
+        now = param.sharded_param
+        if now.dtype is not dtype or now.device != device:
+            return _label(param), f"{now.dtype} on {now.device}, not {dtype} on {device}"
+    return None
+
+
+def _label(param: Any) -> str:
+    return str(param._param_fqn or param._module_info.param_name)
 
 
 def replaced_parameters(root: nn.Module) -> list[str]:
@@ -762,6 +793,11 @@ def _require_kept(param: Any, tensor: torch.Tensor) -> None:
             f"Expected {param._param_fqn or info.param_name} to be the parameter that was sharded, "
             "as its values rest in a tier, but it was replaced. Copy values into it (copy_, "
             "load_state_dict without assign=True), or change it before it is sharded."
+        )
+    if not isinstance(param.sharded_param._local_tensor, TensorWithoutMemory):
+        raise ModelError(
+            f"Expected {_label(param)} to rest in a tier, but .to(...), .half() or the like has "
+            f"made it a tensor in memory. {CONVERT_BEFORE}"
         )
 
 

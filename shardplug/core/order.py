@@ -17,7 +17,8 @@ _END = -1
 _TAG = 1 << 30  # above the tags of any unit's messages
 _ADVICE = (
     "A branch that only some ranks take must not be a unit of its own: leave its class out of "
-    "`units`, or run it on every rank (for example with an empty input times zero)."
+    "`units`, or run it on every rank (for example with an empty input times zero). A forward, "
+    "generate() or save under `if rank == 0:` belongs on every rank."
 )
 
 
@@ -49,7 +50,8 @@ class Check:
             raise RuntimeError(
                 f"Another rank failed, is gone, or did not come in time, when this rank "
                 f"{self._order.describe_one(self._code)}. Look at the first error of the other "
-                f"ranks. ({str(error).partition(chr(10))[0]})"
+                "ranks; if they have none, they did not make this call. "
+                f"({str(error).partition(chr(10))[0]})"
             ) from error
         self._works.clear()
         codes: list[int] = self._everyone.tolist()

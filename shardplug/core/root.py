@@ -13,13 +13,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardplug.core._torch import (
+    CONVERT_BEFORE,
+    changed_layout,
     forwards_so_far,
     register_extra_outputs,
     reshard_all,
     reshard_own,
+    resting_layouts,
 )
 from shardplug.core.stage import Stage
-from shardplug.errors import ScheduleError
+from shardplug.errors import ModelError, ScheduleError
 
 __all__ = ["KeptOutputs", "RootCalls"]
 
@@ -63,6 +66,7 @@ class RootCalls:
         self._on_exit = on_exit
         self._on_call = on_call
         self._on_error = on_error
+        self._layouts = resting_layouts(root)
         self._depth = 0
         self._held: Counter[FSDPModule] = Counter()
         self._forget_forwards: Callable[[], None] | None = None
@@ -159,6 +163,8 @@ class RootCalls:
                 "Expected forwards without gradients while parameters are held whole (gathered()), "
                 "found gradients enabled: no backward can follow. Train outside of the context."
             )
+        if self._depth == 0 and not self._held:
+            self._require_unconverted()
         self._depth += 1
         if self._depth == 1:
             if torch.is_grad_enabled():
@@ -166,6 +172,14 @@ class RootCalls:
                 self._on_call(method, args, kwargs)
             else:
                 self._begin_evaluation()
+
+    def _require_unconverted(self) -> None:
+        found = changed_layout(self._layouts)
+        if found is not None:
+            raise ModelError(
+                f"Expected {found[0]} as it was sharded, but it is {found[1]}: the model was "
+                f"converted (.to(...), .half(), .bfloat16()) after sharding. {CONVERT_BEFORE}"
+            )
 
     def _leave(self) -> None:
         if self._depth == 0:  # the call was refused before it began

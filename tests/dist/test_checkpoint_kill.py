@@ -68,7 +68,7 @@ def test_the_ranks_that_are_left_end_soon(
     left = [one for one in own_pool.run(_dies, 3, *arguments, expect_death=True) if one]
     assert len(left) == 2
     for text, seconds in left:
-        assert text.endswith("Saving failed. Another rank is gone, or did not answer in time.")
+        assert text.endswith(f"Saving failed. {collective._GONE}")
         assert text == left[0][0] and seconds < 30
     point = resume_point(tmp_path, verify=True, warn=False)
     assert point is not None and point.path == tmp_path / "a"
@@ -89,5 +89,5 @@ def test_the_first_save_in_the_background_waits_for_no_dead_rank(
 ) -> None:
     left = own_pool.run(_dies_before_the_group_is_made, 2, str(tmp_path), expect_death=True)
     text, seconds = left[0]
-    assert text == "Saving failed. Another rank is gone, or did not answer in time."
+    assert text == f"Saving failed. {collective._GONE}"
     assert seconds < 30 and os.listdir(tmp_path) == [] and left[1] is None

@@ -114,35 +114,57 @@ def test_every_row_comes_once_an_epoch() -> None:
     assert set().union(*begins[1]) == {64 * row for row in range(24)}
 
 
-def test_the_slurm_script_starts_torchrun_on_every_node(tmp_path: Path) -> None:
-    """With stand-ins for SLURM's commands: what srun is given is a launch line that parses."""
-    stand_ins = {
-        "scontrol": 'printf "node07\\nnode08\\n"',
-        "srun": 'printf "%s\\n" "$@"',
+def job_of_two_nodes(script: Path, stand_ins: Path, *arguments: str) -> list[str]:
+    """Run a SLURM script with stand-ins for SLURM's commands; return the words that srun got."""
+    bodies = {
+        # More than a pipe holds: who closes it after one line ends this with SIGPIPE.
+        "scontrol": 'printf "node%05d\\n" {7..30007}',
+        "srun": 'printf "%s\\n" "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$OMP_NUM_THREADS" "$@"',
     }
-    for name, body in stand_ins.items():
-        path = tmp_path / name
+    for name, body in bodies.items():
+        path = stand_ins / name
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     job = {
-        "SLURM_JOB_NODELIST": "node[07-08]",
+        "SLURM_JOB_NODELIST": "node[00007-30007]",
         "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NNODES": "2",
         "SLURM_JOB_ID": "41",
         "SLURM_GPUS_ON_NODE": "8",
     }
     done = subprocess.run(
-        ["bash", str(ROOT / "recipes/slurm/pretrain_llama.sbatch"), "--steps", "7"],
-        env={**job, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        ["bash", "-o", "pipefail", "-e", str(script), *arguments],
+        env={**job, "PATH": f"{stand_ins}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=30,
     )
     assert done.returncode == 0, done.stderr
-    kill, torchrun, *arguments = done.stdout.split()
+    return done.stdout.splitlines()
+
+
+def test_the_slurm_script_on_the_page_starts_torchrun_on_every_node(tmp_path: Path) -> None:
+    page = (ROOT / "docs/guides/several-nodes.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (script,) = (block for block in blocks if "srun torchrun" in block)
+    (tmp_path / "job").write_text(script)
+    _, threads, torchrun, *arguments = job_of_two_nodes(tmp_path / "job", tmp_path)
+    assert (torchrun, threads) == ("torchrun", "8")
+    launch = get_args_parser().parse_args(arguments)
+    assert (launch.nnodes, launch.nproc_per_node, launch.training_script) == ("2", "8", "train.py")
+    assert launch.rdzv_endpoint == "node00007:29500" and launch.rdzv_id == "41"
+
+
+def test_the_slurm_script_starts_torchrun_on_every_node(tmp_path: Path) -> None:
+    """What srun is given is a launch line that parses."""
+    script = ROOT / "recipes/slurm/pretrain_llama.sbatch"
+    own_store, threads, *words = job_of_two_nodes(script, tmp_path, "--steps", "7")
+    assert (own_store, threads) == ("1", "8")  # without the first torch 2.13 fails to restart
+    kill, torchrun, *arguments = words
     assert (kill, torchrun) == ("--kill-on-bad-exit=1", "torchrun")
     launch = get_args_parser().parse_args(arguments)
     assert (launch.nnodes, launch.nproc_per_node) == ("2", "8")
-    assert launch.rdzv_endpoint == "node07:29500" and launch.rdzv_id == "41"
+    assert launch.rdzv_endpoint == "node00007:29500" and launch.rdzv_id == "41"
     assert (ROOT / launch.training_script).samefile(RECIPE)
 
     import pretrain_llama as recipe

@@ -14,6 +14,10 @@ PRINTED = {command: page for page in PAGES for command in commands(page)}
 
 GUIDES = "tests/recipes/test_printed_commands.py"
 CI = ".ci/run"
+SLURM_PAGE = (
+    "tests/recipes/test_pretrain.py"
+    "::test_the_slurm_script_on_the_page_starts_torchrun_on_every_node"
+)
 
 # Commands that are run, and by what: a test, or the script that runs everything.
 RUN = {
@@ -51,6 +55,10 @@ RUN = {
         "tests/recipes/test_pretrain.py"
         "::test_pretraining_as_printed_and_over_nodes_and_after_a_kill"
     ),
+    'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")': SLURM_PAGE,
+    "export OMP_NUM_THREADS=8": SLURM_PAGE,
+    'srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --rdzv-backend c10d '
+    """--rdzv-endpoint "${nodes%%$'\\n'*}:29500" --rdzv-id "$SLURM_JOB_ID" train.py""": SLURM_PAGE,
     "sbatch recipes/slurm/pretrain_llama.sbatch": (
         "tests/recipes/test_pretrain.py::test_the_slurm_script_starts_torchrun_on_every_node"
     ),
@@ -143,9 +151,6 @@ NOT_RUN = {
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE:29500 "
     "recipes/pretrain_llama.py --config recipes/configs/pretrain_llama3_8b.yaml": SEVERAL_NODES,
     "srun python train.py": SEVERAL_NODES,
-    'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)': SEVERAL_NODES,
-    'srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --rdzv-backend c10d '
-    '--rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" train.py': SEVERAL_NODES,
     "shardplug plan --nodes 2 --devices 8 --replicate-size 2": "no whole line: lacks the model",
     "shardplug plan --auto": "no whole line: lacks the model",
     "accelerate launch --config_file ...": "no whole line",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from accelerate.utils.dataclasses import TorchDynamoPlugin
 from shardplug import ConfigError, ZeroConfig
 from shardplug.accelerate.distributed import (
     process_group_handler,
+    refuse_lone_tasks,
     refuse_too_many_ranks,
     wants_cpu,
 )
@@ -166,6 +171,30 @@ def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     refuse_too_many_ranks(True, {"LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="got 2 ranks on 1 devices"):
         refuse_too_many_ranks(False, {"LOCAL_WORLD_SIZE": "2"})
+
+
+def test_tasks_that_each_train_alone_are_refused() -> None:
+    """Case 83: srun starts four tasks, and nothing tells Accelerate of the others."""
+    four = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "2"}
+    with pytest.raises(ConfigError, match="4 ranks, as srun .* got 4 trainings of 1 rank.*srun --"):
+        refuse_lone_tasks(1, four)
+    refuse_lone_tasks(4, four)
+    refuse_lone_tasks(1, {})
+    refuse_lone_tasks(1, four | {"SLURM_STEP_NUM_TASKS": "1"})  # srun --pty, or one task a node
+    refuse_lone_tasks(1, four | {"SLURM_JOB_NAME": "bash"})
+    refuse_lone_tasks(1, four | {"WORLD_SIZE": "1"})
+    script = "from shardplug.accelerate import Accelerator; Accelerator(zero='zero3', cpu=True)"
+    root = Path(__file__).resolve().parents[3]
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    clean = {key: value for key, value in os.environ.items() if key not in launched}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**clean, **four, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1 and "got 4 trainings of 1 rank" in done.stderr, done.stderr
 
 
 def test_the_cpu_is_used_when_asked_for_or_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -61,6 +62,19 @@ MODELS: dict[str, tuple[Callable[[Path, int], nn.Module], str]] = {
         ),
         "Load it without device_map",
     ),
+    "device_map_auto": (
+        lambda base, rank: AutoModelForCausalLM.from_pretrained(base, device_map="auto"),
+        "LlamaForCausalLM loaded with device_map='auto' on 2 ranks.*Load it without device_map",
+    ),
+    "device_map_inside": (
+        lambda base, rank: get_peft_model(
+            AutoModelForCausalLM.from_pretrained(
+                base, device_map="balanced", output_loading_info=True
+            )[0],
+            LoraConfig(target_modules=["q_proj"]),
+        ),
+        "loaded with device_map='balanced' on 2 ranks",
+    ),
     "compiled": (lambda base, rank: torch.compile(build()), "not compiled as a whole"),
 }
 
@@ -102,6 +116,28 @@ def test_refused_by_name_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
         assert result.keys() == expected.keys()
         for name, text in expected.items():
             assert re.search(text, result[name]), f"{name}: {result[name]}"
+
+
+def places_that_are_fine(out: Path, base: Path) -> int:
+    """One device by name on any ranks, and a choice that one rank makes, train."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    places = ("cpu", {"": "cpu"}, torch.device("cpu")) + (("auto",) if world == 1 else ())
+    with launched("zero3"):
+        for place in places:
+            model = AutoModelForCausalLM.from_pretrained(base, device_map=place)
+            run(out, model, world_size=world, max_steps=1, save_strategy="no")
+    return len(places)
+
+
+@pytest.mark.parametrize(("world_size", "count"), ((1, 4), (2, 3)))
+def test_a_device_named_is_no_spread(
+    pool: RankPool, tmp_path: Path, world_size: int, count: int
+) -> None:
+    build().save_pretrained(tmp_path / "base")
+    found = pool.run(places_that_are_fine, world_size, tmp_path, tmp_path / "base")
+    assert found == [count] * world_size
 
 
 def test_memory_curve_needs_the_engine(tmp_path: Path) -> None:

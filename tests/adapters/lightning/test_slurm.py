@@ -1,4 +1,4 @@
-"""SLURM's variables: numbers that do not match fail at once, with both numbers."""
+"""Case 83. SLURM's variables: numbers that do not match fail at once, with both numbers."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def test_an_interactive_shell_starts_its_own_processes(
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="zero3", logger=False)
     assert type(trainer.strategy.cluster_environment).__name__ == "LightningEnvironment"
     assert trainer.world_size == 2
+
+
+@pytest.mark.parametrize(("tasks", "devices"), [(1, 2), (4, 2)])
+def test_fabric_refuses_them_too(monkeypatch: pytest.MonkeyPatch, tasks: int, devices: int) -> None:
+    from lightning.fabric import Fabric
+
+    _slurm(monkeypatch, tasks, "train")
+    with pytest.raises(ValueError, match=f"devices={devices}.*{tasks}"):
+        Fabric(accelerator="cpu", devices=devices, strategy="zero3").launch()
