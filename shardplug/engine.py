@@ -218,6 +218,7 @@ class ZeroEngine:
         self._schedule.attach(model)
         self._adopt(model, forward_methods)
         _torch.settle_root(model)
+        self._sharded[-1].calls.note_layouts()
 
     def forget(self, model: nn.Module) -> None:
         """Stop keeping a sharded model, so that its memory goes when the caller drops it."""

@@ -24,7 +24,9 @@ from torch import nn
 from shardplug.accelerate.states import bare_optimizer
 from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
 from shardplug.checkpoint import manifest as manifests
-from shardplug.checkpoint.collective import from_rank_0
+from shardplug.checkpoint.collective import from_rank_0, together
+from shardplug.checkpoint.frozen_base import describe_base, frozen_base
+from shardplug.checkpoint.plan import LEFT_OUT
 from shardplug.errors import CheckpointError
 
 __all__ = [
@@ -69,6 +71,8 @@ def save_all(
 ) -> None:
     """Write model, optimizer and random state into a folder of the checkpoint. Collective.
 
+    The frozen base under PEFT's adapters is left out, as Accelerate does with FSDP.
+
     Args:
         plugin: The FSDP plugin.
         accelerator: The trainer's.
@@ -91,12 +95,17 @@ def save_all(
         )
     named = _CHECKPOINT.fullmatch(Path(output_dir).name)
     step = int(named[1]) if named else accelerator.completed_steps
+    state = state_of_model(model)
+    base = frozen_base(model, state)
+    run = {**accelerator.engine.describe_run(), "framework": "transformers", "step": step}
+    if base:
+        run[LEFT_OUT] = [together(lambda: describe_base(base), "Saving")]
     write(
         Path(output_dir) / FOLDER,
-        models=[state_of_model(model)],
+        models=[{name: value for name, value in state.items() if name not in base}],
         optimizers=[state_of_optimizer([model], bare_optimizer(optimizer))],
         meta={"step": step},
-        run={**accelerator.engine.describe_run(), "framework": "transformers", "step": step},
+        run=run,
         modules=[model],
     )
 

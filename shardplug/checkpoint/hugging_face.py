@@ -99,6 +99,18 @@ def _describe(index: int, prefix: str, module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def adapter_tensors(model: nn.Module) -> set[str] | None:
+    """Return the names of all tensors in a PEFT model's adapters; None if PEFT does not tell."""
+    base = model.get_base_model()  # type: ignore[operator]
+    found: set[str] = set()
+    for adapter in model.peft_config:  # type: ignore[union-attr]
+        names = _adapter_names(model, base, adapter)
+        if names is None:
+            return None
+        found.update(names.values())
+    return found
+
+
 def _class_name(module: nn.Module) -> str:
     """Return the user's class, which sharding has put a class of its own in front of."""
     for cls in type(module).__mro__:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,17 @@ from shardplug.checkpoint.optimizer_state import parameter_names
 from shardplug.core.quantised import quantised_like
 from shardplug.errors import CheckpointError
 
-__all__ = ["ModelPlan", "OptimizerPlan", "plan_model", "plan_optimizer", "whole_targets"]
+__all__ = [
+    "LEFT_OUT",
+    "ModelPlan",
+    "OptimizerPlan",
+    "plan_model",
+    "plan_optimizer",
+    "whole_targets",
+]
+
+LEFT_OUT = "left_out"
+"""Key in a manifest: for each model what `describe_base` says of tensors that are not in it."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +43,14 @@ class ModelPlan:
         saved: The checkpoint's name for each of them.
         missing: Names that the checkpoint lacks.
         unexpected: Names that the model lacks.
+        base: What the checkpoint says of tensors that were left out of it, by the model's names.
     """
 
     targets: Mapping[str, torch.Tensor]
     saved: Mapping[str, str]
     missing: Sequence[str]
     unexpected: Sequence[str]
+    base: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def apart(self) -> ModelPlan:
         """Return the plan with new tensors, so that the model is not changed."""
@@ -60,6 +72,8 @@ def plan_model(
     """
     saved = _saved_model(path, manifest, index)
     own, aliases = state_and_aliases(model, pack=False)
+    left_out = _left_out(manifest, index)
+    saved = {**left_out, **saved}
     paired = pair(aliases, saved, given=_given(manifest, index))
     if strict and (paired.missing or paired.unexpected):
         raise CheckpointError(
@@ -79,8 +93,10 @@ def plan_model(
     targets = {
         name: _whole(saved[theirs]) if is_extra(name) else own[name]
         for name, theirs in paired.saved.items()
+        if theirs not in left_out
     }
-    return ModelPlan(targets, paired.saved, paired.missing, paired.unexpected)
+    base = {name: left_out[theirs] for name, theirs in paired.saved.items() if theirs in left_out}
+    return ModelPlan(targets, paired.saved, paired.missing, paired.unexpected, base)
 
 
 def whole_targets(path: Path, manifest: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
@@ -103,6 +119,12 @@ def _saved_model(
     if index >= len(models):
         raise CheckpointError(f"Expected {path} to hold model {index}, but it has {len(models)}.")
     return models[index]
+
+
+def _left_out(manifest: Mapping[str, Any], index: int) -> Mapping[str, Mapping[str, Any]]:
+    """Return the frozen tensors that a model of the checkpoint was saved without."""
+    found: Sequence[Mapping[str, Mapping[str, Any]]] = manifest.get(LEFT_OUT, ())
+    return found[index] if index < len(found) else {}
 
 
 def _given(manifest: Mapping[str, Any], index: int) -> Sequence[str]:

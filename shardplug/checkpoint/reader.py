@@ -23,7 +23,8 @@ from shardplug.checkpoint.collective import (
 )
 from shardplug.checkpoint.commit import MANIFEST, is_leftover, locate
 from shardplug.checkpoint.extra_state import decode, is_extra
-from shardplug.checkpoint.model_state import restore_extra_state
+from shardplug.checkpoint.frozen_base import check_base
+from shardplug.checkpoint.model_state import restore_extra_state, state_of_model
 from shardplug.checkpoint.names import listed
 from shardplug.checkpoint.optimizer_state import load_optimizer, models_of, warn_left_out
 from shardplug.checkpoint.plain import UNREADABLE, load_plain
@@ -203,6 +204,8 @@ class Reader:
             )
 
         model_plans, optimizer_plans = together(plan, _LOADING, alone=self._alone)
+        for model, planned in zip(owners, model_plans, strict=True):
+            self._check_base(model, planned)
         self._warn_of_rest(len(owners), len(optimizers))
         tensors: dict[str, Any] = {}
         for index, found in enumerate(model_plans):
@@ -255,6 +258,7 @@ class Reader:
             _LOADING,
             alone=self._alone,
         )
+        self._check_base(model, found)
         self._read(self._model_keys(index, found.by_saved_name()))
         if warn:
             _warn_of_names(found)
@@ -302,6 +306,17 @@ class Reader:
         self._read(self._optimizer_keys(index, found.by_saved_name()))
         warn_left_out(optimizer, found.left_out)
         return found.state()
+
+    def _check_base(self, model: nn.Module, planned: ModelPlan) -> None:
+        """Compare what was left out of the checkpoint with what the model has. Collective."""
+
+        def check() -> None:
+            own = state_of_model(model)
+            here = {name: own[name] for name in planned.base}
+            check_base(self.path, here, planned.base)
+
+        if planned.base:
+            together(check, _LOADING, alone=self._alone)
 
     def restore_rng(self) -> bool:
         """Restore this rank's random state; False when the world size is another.

@@ -66,7 +66,7 @@ class RootCalls:
         self._on_exit = on_exit
         self._on_call = on_call
         self._on_error = on_error
-        self._layouts = resting_layouts(root)
+        self._layouts: list[tuple[Any, torch.dtype, torch.device]] = []
         self._depth = 0
         self._held: Counter[FSDPModule] = Counter()
         self._forget_forwards: Callable[[], None] | None = None
@@ -92,6 +92,14 @@ class RootCalls:
             return result
 
         return call
+
+    def note_layouts(self) -> None:
+        """Remember dtypes and devices of the shards: a model that differs later was converted.
+
+        For a root that has been settled, as FSDP2 only then takes over parameters that were
+        replaced while it was sharded.
+        """
+        self._layouts = resting_layouts(self._root)
 
     # ---------------------------------------------------------------- whole parameters
 

@@ -31,38 +31,38 @@ HARMLESS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def _engine(**options: Any) -> tuple[ZeroEngine, nn.Module]:
-    engine = ZeroEngine(ZeroConfig(**options))
-    model = engine.shard(TinyLM())
-    engine.prepare_optimizer(torch.optim.AdamW(model.parameters()))
-    return engine, model
+class _Run:
+    """An engine, a model and an optimizer, which nobody else keeps."""
 
+    def __init__(self, **options: Any) -> None:
+        self.engine = ZeroEngine(ZeroConfig(**options))
+        self.model = self.engine.shard(TinyLM())
+        self.optimizer = self.engine.prepare_optimizer(torch.optim.AdamW(self.model.parameters()))
 
-def _step(engine: ZeroEngine, model: nn.Module, step: int) -> None:
-    batch = tokens(step, 0, engine.rank)
-    with engine.micro_step():
-        lm_loss(model(batch), batch).backward()
-    for optimizer in engine.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    def step(self, number: int) -> None:
+        batch = tokens(number, 0, self.engine.rank)
+        with self.engine.micro_step():
+            lm_loss(self.model(batch), batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def _converted(options: dict[str, Any]) -> int:
     refused = 0
     for convert, text in CONVERSIONS.values():
         for evaluate in (False, True):
-            engine, model = _engine(**options)
-            _step(engine, model, 0)
-            convert(model)
+            run = _Run(**options)
+            run.step(0)
+            convert(run.model)
             with raises_everywhere(ModelError, text, "before it is sharded", "param_dtype"):
                 with torch.set_grad_enabled(not evaluate):
-                    model(tokens(1, 0, engine.rank))
+                    run.model(tokens(1, 0, run.engine.rank))
             refused += 1
     for harmless in HARMLESS.values():
-        engine, model = _engine(**options)
-        _step(engine, model, 0)
-        harmless(model)
-        _step(engine, model, 1)
+        run = _Run(**options)
+        run.step(0)
+        harmless(run.model)
+        run.step(1)
     return refused
 
 
@@ -77,12 +77,12 @@ def test_a_converted_model_is_refused(pool: RankPool, options: dict[str, Any]) -
 
 def _converted_in_files(folder: Path) -> None:
     options = {"offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": folder}
-    engine, model = _engine(**options)
-    _step(engine, model, 0)
-    model.to("cpu").float()
-    _step(engine, model, 1)
+    run = _Run(**options)
+    run.step(0)
+    run.model.to("cpu").float()
+    run.step(1)
     with raises_everywhere(ModelError, "to rest in a tier", "before it is sharded"):
-        model.half()
+        run.model.half()
 
 
 def test_parameters_in_files(pool: RankPool, tmp_path: Path) -> None:
