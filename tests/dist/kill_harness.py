@@ -28,6 +28,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -181,7 +182,8 @@ class Launch:
         if now - self._board["killed_at"] > 0.3e9:
             for rank in range(RANKS):
                 if not self._code(rank):
-                    os.kill(self._board[f"pid_{rank}"], signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it may end just now
+                        os.kill(self._board[f"pid_{rank}"], signal.SIGKILL)
 
     def log(self) -> str:
         return (self.home / "log").read_text()
