@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._note(tensor)
         made = self.events.pop()
         assert made == Event(Mark.ALLOCATE, number, tensor.untyped_storage().nbytes())
-        self.events.append(made._replace(mark=Mark.AWAY))
+        self.events.append(Event(Mark.AWAY, number, made.size))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
