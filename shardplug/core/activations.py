@@ -14,6 +14,7 @@ block, stays too: the backward begins with it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -247,8 +248,8 @@ class ActivationOffload:
                 ahead = ahead.previous
         self._fetch([record])
         assert record.device is not None
-        if record.token is not None:
-            self._copies.wait(record.token)
+        if record.wait is not None:
+            record.wait()
         if record.changed:
             raise RuntimeError(
                 "Expected a tensor that the backward needs to stay as it was saved, got one of "
@@ -265,6 +266,7 @@ class ActivationOffload:
             assert record.host is not None
             record.device, record.host = self._copies.back(record.host), None
             self._back += record.num_bytes
-        token = self._copies.mark()
-        for record in away:
-            record.token = token
+        if self._copies.are_late:
+            wait = functools.partial(self._copies.wait, self._copies.mark())
+            for record in away:
+                record.wait = wait

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +15,20 @@ __all__ = ["Group", "Leaving", "Record", "Saved", "stretch_of"]
 class Record:
     """A stretch of one storage that is, or was, in CPU memory."""
 
-    __slots__ = ("__weakref__", "begin", "changed", "device", "host", "num_bytes", "token")
+    __slots__ = ("__weakref__", "begin", "changed", "device", "host", "num_bytes", "wait")
 
     def __init__(self, host: torch.Tensor, begin: int) -> None:
         self.host: torch.Tensor | None = host
         self.device: torch.Tensor | None = None
-        self.token: Any = None
+        self.wait: Callable[[], None] | None = None
         self.begin = begin
         self.num_bytes = host.numel()
         self.changed = False
+
+    def __del__(self) -> None:
+        # Its memory on the device is about to be given to what is computed next.
+        if self.wait is not None:
+            self.wait()
 
 
 class Group:

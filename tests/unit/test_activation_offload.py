@@ -56,10 +56,12 @@ class LateCopies:
     def back(self, host: torch.Tensor) -> torch.Tensor:
         self.mark_and_run()  # earlier copies, which keep their order
         device = torch.full_like(host, 255)
-        kept = host
+        ref, kept = weakref.ref(device), host
 
         def copy() -> None:
-            device.copy_(kept)
+            target = ref()
+            assert target is not None, "the memory went before it was written"
+            target.copy_(kept)
 
         self.queue.append(copy)
         return device
@@ -293,6 +295,18 @@ def test_no_more_originals_are_kept_than_two_blocks_have() -> None:
     copies = offload._copies
     model(leaf(3)).sum().backward()
     assert copies.most <= 4  # type: ignore[attr-defined]  # two of each block
+
+
+def test_what_came_back_and_is_not_used() -> None:
+    model, x = Blocks(), leaf(3)
+    offload = followed(model, LateCopies)
+    y = model(x)
+    # Only the last block's own: what comes back ahead is dropped with the graph.
+    torch.autograd.grad(y.sum(), model.blocks[-1].weight)
+    assert offload._copies.done < len(offload._copies.queue)  # type: ignore[attr-defined]
+    del y
+    offload._copies.mark_and_run()  # type: ignore[attr-defined]
+    assert offload.held_bytes == 0
 
 
 def test_what_autograd_shall_hold_goes_with_the_graph() -> None:
