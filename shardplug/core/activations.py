@@ -143,7 +143,9 @@ class ActivationOffload:
         if leaving.originals:
             self._copies.wait(leaving.token)
         for record, original, version in leaving.originals:
-            record.changed = version_of(original) != version
+            # Memory that was freed meanwhile, with its tensor alive, counts as changed too.
+            shrunk = original.untyped_storage().nbytes() < record.begin + record.num_bytes
+            record.changed = shrunk or version_of(original) != version
         leaving.originals.clear()
 
     def _let_all_go(self) -> None:
@@ -250,6 +252,7 @@ class ActivationOffload:
         assert record.device is not None
         if record.wait is not None:
             record.wait()
+            record.used = True
         if record.changed:
             raise RuntimeError(
                 "Expected a tensor that the backward needs to stay as it was saved, got one of "

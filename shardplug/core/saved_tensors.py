@@ -15,19 +15,20 @@ __all__ = ["Group", "Leaving", "Record", "Saved", "stretch_of"]
 class Record:
     """A stretch of one storage that is, or was, in CPU memory."""
 
-    __slots__ = ("__weakref__", "begin", "changed", "device", "host", "num_bytes", "wait")
+    __slots__ = ("__weakref__", "begin", "changed", "device", "host", "num_bytes", "used", "wait")
 
     def __init__(self, host: torch.Tensor, begin: int) -> None:
         self.host: torch.Tensor | None = host
         self.device: torch.Tensor | None = None
         self.wait: Callable[[], None] | None = None
+        self.used = False
         self.begin = begin
         self.num_bytes = host.numel()
         self.changed = False
 
     def __del__(self) -> None:
-        # Its memory on the device is about to be given to what is computed next.
-        if self.wait is not None:
+        # What is computed next may get its memory, which is perhaps still being written to.
+        if self.wait is not None and not self.used:
             self.wait()
 
 
