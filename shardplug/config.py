@@ -87,7 +87,7 @@ class ZeroConfig:
     """Where activations wait for the backward; with `activation_checkpointing` units' inputs."""
 
     prefetch: int = 1
-    """Units gathered ahead of their use; 0 gathers each unit when it is needed."""
+    """Units gathered, and their activations brought back, ahead of use; 0 waits for the use."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (1, 2, 3):

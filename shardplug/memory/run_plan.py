@@ -244,6 +244,8 @@ class RunPlanner:
             finally:
                 outputs.kept.clear()
         self._notes.append(f"{_FORMULA}; model states are exact all the same")
+        if settings.offload_activations:
+            self._notes.append("what offload_activations moves is counted on the device")
         tensors = tuple(leaf for leaf in tree_leaves(first.batch) if isinstance(leaf, torch.Tensor))
         without = estimated_trace(self._placed.layout, first.model, tensors, settings)
         settings = replace(settings, checkpointing=engine.config.activation_checkpointing)
