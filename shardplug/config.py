@@ -83,8 +83,11 @@ class ZeroConfig:
     activation_checkpointing: bool = False
     """Recompute the activations of each repeated unit in the backward."""
 
+    offload_activations: Literal["none", "cpu"] = "none"
+    """Where activations wait for the backward; with `activation_checkpointing` units' inputs."""
+
     prefetch: int = 1
-    """Units gathered ahead of their use; 0 gathers each unit when it is needed."""
+    """Units gathered, and their activations brought back, ahead of use; 0 waits for the use."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (1, 2, 3):
@@ -93,6 +96,11 @@ class ZeroConfig:
             tier = getattr(self, name)
             if tier not in ("none", "cpu", "nvme"):
                 raise ConfigError(f'Expected {name} "none", "cpu" or "nvme", got {tier!r}.')
+        if self.offload_activations not in ("none", "cpu"):
+            raise ConfigError(
+                f'Expected offload_activations "none" or "cpu", got {self.offload_activations!r}: '
+                "what is written in each forward and read in each backward is too much for files."
+            )
         if self.offload_params != "none":
             if self.stage != 3:
                 raise ConfigError(

@@ -22,10 +22,13 @@ from torch.distributed.tensor import DTensor
 from shardplug import heartbeat
 from shardplug.config import ZeroConfig
 from shardplug.core import _torch, grads
+from shardplug.core.activation_hooks import follow_model
+from shardplug.core.activations import ActivationOffload
 from shardplug.core.agreement import Agreement, control_group, settle_at_exit
 from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.generation import generate_in_step
+from shardplug.core.host_copies import copies_for
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
 from shardplug.core.precision import Precision
@@ -62,6 +65,18 @@ class _Sharded:
     agreement: Agreement
     replicated: list[nn.Parameter]
     """Parameters that every rank holds whole."""
+    activations: ActivationOffload | None
+
+
+def _call_opens(agreement: Agreement, activations: ActivationOffload | None) -> None:
+    agreement.window_opens()
+    if activations is not None:
+        activations.begin()
+
+
+def _call_returns(activations: ActivationOffload | None) -> None:
+    if activations is not None:
+        activations.end()
 
 
 class ZeroEngine:
@@ -216,7 +231,7 @@ class ZeroEngine:
         self._binding.record(before, model)
         assert isinstance(model, FSDPModule)
         self._schedule.attach(model)
-        self._adopt(model, forward_methods)
+        self._adopt(model, forward_methods, plan.blocks)
         _torch.settle_root(model)
         self._sharded[-1].calls.note_layouts()
 
@@ -225,7 +240,10 @@ class ZeroEngine:
         self._sharded = [s for s in self._sharded if s.model is not model]
         self._schedule.detach(model)
 
-    def _adopt(self, model: nn.Module, forward_methods: Sequence[str]) -> None:
+    def _adopt(
+        self, model: nn.Module, forward_methods: Sequence[str], blocks: Sequence[nn.Module]
+    ) -> None:
+        activations = self._activations_of(model, blocks)
         replicated = [p for p in model.parameters() if not isinstance(p, DTensor)]
         agreement = Agreement(
             model,
@@ -239,12 +257,13 @@ class ZeroEngine:
             model,
             self._stage,
             forward_methods,
-            on_enter=agreement.window_opens,
+            on_enter=functools.partial(_call_opens, agreement, activations),
             on_exit=functools.partial(self._emit, "after_forward"),
             on_leave=functools.partial(self._meet, "The forward"),
             on_call=functools.partial(self.oom.on_call, model),
             on_error=self.oom.explain,
             on_end=agreement.call_ends,
+            on_return=functools.partial(_call_returns, activations),
         )
         generate_in_step(model, calls.is_held)
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -252,12 +271,27 @@ class ZeroEngine:
         if self._stage.reshard_after_forward:
             KeptOutputs(units)
         self._num_sharded += 1
-        self._sharded.append(_Sharded(model, calls, agreement, replicated))
+        self._sharded.append(_Sharded(model, calls, agreement, replicated, activations))
         model.zero_grad = functools.partial(  # type: ignore[method-assign]
             self._zero_grad,
             functools.partial(self._zero_model, model, model.zero_grad),
             lambda: None,
         )
+
+    def _activations_of(
+        self, model: nn.Module, blocks: Sequence[nn.Module]
+    ) -> ActivationOffload | None:
+        if self.config.offload_activations == "none":
+            return None
+        buffers = [buffer.untyped_storage() for buffer in model.buffers()]
+        offload = ActivationOffload(
+            copies_for(self.device),
+            self.device,
+            self.config.prefetch,
+            lambda: (*buffers, *_torch.gathered_storages(model)),
+        )
+        follow_model(offload, [m for m in model.modules() if isinstance(m, FSDPModule)], blocks)
+        return offload
 
     def prepare_optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Make an optimizer train the sharded parameters. In place, idempotent.
@@ -352,6 +386,10 @@ class ZeroEngine:
         if self._parameters is not None:
             self._parameters.raise_failure(doing)
 
+    @property
+    def _offloads(self) -> list[ActivationOffload]:
+        return [s.activations for s in self._sharded if s.activations is not None]
+
     def _resting_parameters(self, model: nn.Module) -> list[nn.Parameter]:
         replicated = next(s.replicated for s in self._sharded if s.model is model)
         return [*_torch.managed_parameters(model), *replicated]
@@ -433,6 +471,8 @@ class ZeroEngine:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.reshard()
+        for offload in self._offloads:
+            offload.end_step()
         if self._parameters is not None:
             self._parameters.after_step(self._streamed[optimizer].last_step)
         self._emit("after_step")
@@ -631,6 +671,8 @@ class ZeroEngine:
                 parameter.grad = None
             sharded.agreement.reset()
             sharded.calls.reset()
+            if sharded.activations is not None:
+                sharded.activations.reset()
         if self._parameters is not None:
             self._parameters.reset()
         self._backward_ran = False
@@ -648,6 +690,7 @@ class ZeroEngine:
         With `offload_params` "nvme" there are "master_shards_nvme", "gradients_nvme" (reduced ones)
         and "compute_copies_nvme" (in `param_dtype`) in files; with "cpu" "master_shards_cpu" and
         "gradients_cpu".
+        With `offload_activations` there is "activations_cpu".
         "snapshot" is CPU memory, held from the first save with `async_save` to `wait_for_save`.
         """
         kinds: dict[str, list[torch.Tensor]] = {
@@ -685,6 +728,8 @@ class ZeroEngine:
                 grad for grad in reduced if isinstance(grad, DTensor)
             )
             held["gradients"] -= held["gradients_cpu"]
+        if self._offloads:
+            held["activations_cpu"] = sum(offload.held_bytes for offload in self._offloads)
         held["snapshot"] = 0 if self._background is None else self._background.memory.num_bytes
         if self._tier is None:
             return held
@@ -703,14 +748,17 @@ class ZeroEngine:
             "bytes_read", "bytes_written" and "waited_seconds" (time that the training stood still
             for them): of the optimizers' latest steps and, with `offload_params`, of the gathers
             and gradients before them. Zeros without offload, and for "cpu" on CPU ranks, where
-            the state is used in place.
+            the state is used in place. With `offload_activations` what left the device is written
+            and what came back is read, on CPU ranks too; nobody knows the time waited for it.
         """
         moved = [streamed.last_step for streamed in self._streamed.values()]
         if self._parameters is not None:
             moved.append(self._parameters.last_step)
         return {
-            "bytes_read": sum(step.bytes_read for step in moved),
-            "bytes_written": sum(step.bytes_written for step in moved),
+            "bytes_read": sum(step.bytes_read for step in moved)
+            + sum(offload.last_step[1] for offload in self._offloads),
+            "bytes_written": sum(step.bytes_written for step in moved)
+            + sum(offload.last_step[0] for offload in self._offloads),
             "waited_seconds": sum(step.waited_seconds for step in moved),
         }
 

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ class Case:
     seq_length: int
     accumulate: int = 1
     size: str = "full"
+    offload_activations: Literal["none", "cpu"] = "none"
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def measure(case: Case) -> tuple[int, Books]:
         config = ZeroConfig(
             stage=case.stage,  # type: ignore[arg-type]
             activation_checkpointing=case.checkpointing,
+            offload_activations=case.offload_activations,
         )
         engine = ZeroEngine(config)
         model = engine.shard(build(case))
@@ -170,6 +172,7 @@ def predict(case: Case, ranks: int) -> tuple[Result, Books]:
         accumulate=case.accumulate,
         precision="32-true",
         activation_checkpointing=case.checkpointing,
+        offload_activations=case.offload_activations,
         stage=case.stage,  # type: ignore[arg-type]
         offload=False,
         device="cpu",

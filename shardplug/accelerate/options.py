@@ -238,11 +238,6 @@ def _refuse_plugin_settings(plugin: Any) -> None:
             '"shardplug:zero3_cpu,offload_params=cpu" keeps parameters, gradients and optimizer '
             "state in CPU memory."
         )
-    if getattr(plugin, "activation_checkpointing_offload", False):  # accelerate >= 1.15
-        raise ConfigError(
-            "fsdp_activation_checkpointing_offload: true is not available. Set it to false; "
-            "fsdp_activation_checkpointing: true alone works."
-        )
     if plugin.ignored_modules:
         raise ConfigError(
             f"fsdp_ignored_modules={plugin.ignored_modules!r} is not available: every parameter "
@@ -286,6 +281,8 @@ def with_plugin(config: ZeroConfig, plugin: Any) -> ZeroConfig:
         config = dataclasses.replace(config, units=names)
     if plugin.activation_checkpointing:
         config = dataclasses.replace(config, activation_checkpointing=True)
+    if getattr(plugin, "activation_checkpointing_offload", False):  # accelerate >= 1.15
+        config = dataclasses.replace(config, offload_activations="cpu")
     return config
 
 

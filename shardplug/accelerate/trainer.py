@@ -19,6 +19,9 @@ _OTHER_ENGINES = {
 
 # Truthy argument -> why it cannot be honoured and what to do.
 _REFUSED = {
+    "activation_offloading": "it copies gathered parameters too, whose memory goes while they are "
+    'copied. Take it out and write offload_activations=cpu in the YAML ("shardplug:zero3,'
+    'offload_activations=cpu")',
     "auto_find_batch_size": "it starts again with smaller batches on a rank that is out of memory, "
     "and the other ranks wait for that one. Take it out and lower per_device_train_batch_size",
     "bf16_full_eval": "it casts the fp32 master weights to bf16 for good. Use bf16=True, which "

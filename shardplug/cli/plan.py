@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 from shardplug.errors import ConfigError, ShardplugError
 from shardplug.memory import (
@@ -56,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("on", "off", "both"),
         default="both",
         help="activation checkpointing (default both)",
+    )
+    add(
+        "--offload-activations",
+        choices=("on", "off", "both"),
+        default="off",
+        help="activations in CPU memory between forward and backward (default off)",
     )
     add("--stage", type=int, choices=(1, 2, 3), help="look at one stage only")
     add("--replicate-size", type=int, default=1, help="replicas of HSDP (default 1)")
@@ -106,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     checkpointing = {"on": True, "off": False, "both": None}[arguments.checkpointing]
+    places: dict[str, Literal["none", "cpu"] | None]
+    places = {"on": "cpu", "off": "none", "both": None}
     machine = Machine(
         tflops=arguments.tflops,
         link_gb_s=arguments.link_gb_s,
@@ -129,6 +138,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         lora=_lora(arguments.lora, arguments.lora_targets),
         optimizer=arguments.optimizer,
         activation_checkpointing=checkpointing,
+        offload_activations=places[arguments.offload_activations],
         stage=arguments.stage,
         replicate_size=arguments.replicate_size,
         device="cpu" if arguments.cpu else "cuda",

@@ -44,6 +44,7 @@ __all__ = [
     "drop_unreduced_gradients",
     "forwards_so_far",
     "fused_attention_on_cpu",
+    "gathered_storages",
     "gathered_units",
     "guard_partial_reads",
     "has_unreduced_gradients",
@@ -78,6 +79,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "unit_groups",
+    "version_of",
     "written_tensors",
     "without_memory",
 ]
@@ -756,6 +758,23 @@ def own_groups(unit: nn.Module) -> list[Any]:
     """Return the FSDP2 parameter groups of one unit, without those of units inside."""
     assert isinstance(unit, FSDPModule)
     return _groups_of(unit._get_fsdp_state())
+
+
+def gathered_storages(unit: nn.Module) -> list[torch.UntypedStorage]:
+    """Return the storages that one unit's parameters are whole in while they are gathered."""
+    tensors: list[torch.Tensor] = []
+    for group in own_groups(unit):
+        for param in group.fsdp_params:
+            tensors += param.all_gather_outputs
+            tensors += getattr(param, "_unsharded_inner_tensors", [])
+            if hasattr(param, "_unsharded_param"):
+                tensors.append(local_tensor(param._unsharded_param))
+    return [t.untyped_storage() for t in tensors if not isinstance(t, TensorWithoutMemory)]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor, or one that shares its memory, was written to in place."""
+    return tensor._version
 
 
 def settle_shard(param: Any) -> None:

@@ -39,6 +39,7 @@ class RootCalls:
         stage: The row of the stage table.
         on_enter: Called before an outermost call that records gradients.
         on_exit: Called after it.
+        on_return: Called after any outermost call, before anything else.
         on_leave: Called after any outermost call, unless parameters are held.
         on_end: Called when an outermost call of one of `methods` without gradients returns, with
             no parameter held.
@@ -57,8 +58,10 @@ class RootCalls:
         on_call: Callable[[str, Any, Any], None] = lambda *_: None,
         on_error: Callable[[BaseException], None] = lambda _: None,
         on_end: Callable[[], None] = lambda: None,
+        on_return: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
+        self._on_return = on_return
         self._on_leave = on_leave
         self._on_end = on_end
         self._stage = stage
@@ -195,6 +198,7 @@ class RootCalls:
         self._depth -= 1
         if self._depth:
             return
+        self._on_return()
         error = sys.exc_info()[1]
         if error is not None:
             self._on_error(error)

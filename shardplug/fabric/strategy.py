@@ -47,6 +47,7 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
             computation; left out, it follows Fabric's precision.
         reduce_dtype: dtype that gradients are reduced in; left out, it follows too.
         activation_checkpointing: Recompute activations of the repeated blocks in the backward.
+        offload_activations: Where activations wait for the backward: "none" or "cpu".
         prefetch: Units gathered ahead of their use.
         async_save: `fabric.save` copies the shards into CPU memory and returns; they are written
             while training goes on. A failure is raised on every rank by the optimizer step, save
@@ -76,6 +77,7 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
         activation_checkpointing: bool = False,
+        offload_activations: Literal["none", "cpu"] = "none",
         prefetch: int = 1,
         async_save: bool = False,
         load_rename: Mapping[str, str] | None = None,
@@ -96,6 +98,7 @@ class FabricStrategy(SavesState, KeepsCheckpoints, World, _Base):  # type: ignor
                 "param_dtype": param_dtype,
                 "reduce_dtype": reduce_dtype,
                 "activation_checkpointing": activation_checkpointing,
+                "offload_activations": offload_activations,
                 "prefetch": prefetch,
                 **unknown,
             }

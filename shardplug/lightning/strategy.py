@@ -62,6 +62,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
             computation; left out, it follows the Trainer's precision.
         reduce_dtype: dtype that gradients are reduced in; left out, it follows too.
         activation_checkpointing: Recompute activations of the repeated blocks in the backward.
+        offload_activations: Where activations wait for the backward: "none" or "cpu".
         prefetch: Units gathered ahead of their use.
         async_save: Copy the shards into CPU memory and train on while a checkpoint is written; one
             that cannot be written ends the training. `fit` returns when the last is on disk.
@@ -93,6 +94,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
         activation_checkpointing: bool = False,
+        offload_activations: Literal["none", "cpu"] = "none",
         prefetch: int = 1,
         async_save: bool = False,
         load_rename: Mapping[str, str] | None = None,
@@ -113,6 +115,7 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
                 "param_dtype": param_dtype,
                 "reduce_dtype": reduce_dtype,
                 "activation_checkpointing": activation_checkpointing,
+                "offload_activations": offload_activations,
                 "prefetch": prefetch,
                 **unknown,
             }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardplug.memory.choices import GIB, Choice, evaluate
@@ -26,6 +26,8 @@ def notes(request: Request, work: Work, choices: Sequence[Choice]) -> Iterable[s
             "The model's outputs are taken to go before the backward; a loop that keeps them "
             "holds the logits longer (keep_outputs)."
         )
+    if work.failure and any(choice.offload_activations != "none" for choice in choices):
+        yield "Nothing is known of what offload_activations would move."
     unchecked = []
     if request.room.host_gib is None and any(choice.host for choice in choices):
         unchecked.append("host memory")
@@ -53,7 +55,7 @@ def advice(
     request: Request,
     work: Work,
     ranked: Sequence[Choice],
-    pieces: dict[bool, Segments],
+    pieces: Mapping[tuple[bool, bool], Segments],
     machine: Machine,
 ) -> Iterable[str]:
     """Say what would fit, the least change first."""
@@ -90,7 +92,7 @@ def _enough_nodes(
     request: Request,
     work: Work,
     least: Choice,
-    pieces: dict[bool, Segments],
+    pieces: Mapping[tuple[bool, bool], Segments],
     machine: Machine,
 ) -> int | None:
     """Nodes at which the smallest choice fits, found by doubling; None where they do not help."""
@@ -100,7 +102,7 @@ def _enough_nodes(
         setup = replace(work.setup, shards=work.setup.shards * nodes // request.nodes)
         found = evaluate(
             work.placed.layout,
-            pieces[least.activation_checkpointing],
+            pieces[least.activation_checkpointing, least.offload_activations != "none"],
             setup,
             stage=least.stage,
             tiers=(least.offload_optimizer, least.offload_params),
@@ -110,6 +112,7 @@ def _enough_nodes(
             machine=machine,
             devices=request.devices,
             nodes=nodes,
+            activations_away=least.offload_activations != "none",
         )
         if found.fits:
             return nodes

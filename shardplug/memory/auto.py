@@ -134,7 +134,8 @@ def auto_config(
             tuple in order. Left out, the budget's.
         optimizer: The optimizer; left out, one that keeps as Adam does is planned for.
         accumulate: Micro-batches per optimizer step.
-        base: The fields that are not chosen: units, dtypes, replicas; checkpointing where it is on.
+        base: The fields that are not chosen: units, dtypes, replicas, the place of activations;
+            checkpointing where it is on.
         loop: Who drives the steps.
         method: Method of the model that is called with the batch.
         device: Device of this rank; left out, the current one.
@@ -280,7 +281,8 @@ def _explained(found: Plan, config: ZeroConfig) -> str:
     """Say what was taken, and why each faster choice was not."""
 
     def is_taken(choice: Choice) -> bool:
-        names = ("stage", "offload_optimizer", "offload_params", "activation_checkpointing")
+        names: tuple[str, ...] = ("stage", "offload_optimizer", "offload_params")
+        names = (*names, "activation_checkpointing", "offload_activations")
         return all(getattr(choice, name) == getattr(config, name) for name in names)
 
     taken = next(choice for choice in found.choices if is_taken(choice))

@@ -64,6 +64,7 @@ class Choice:
     """Bytes by which it does not fit where it misses most, or 0."""
     unavailable: str
     """Why this version cannot run it, or nothing."""
+    offload_activations: Literal["none", "cpu"] = "none"
     reason: str = ""
     """Why it is, or is not, the one to take."""
 
@@ -77,7 +78,9 @@ class Choice:
             words = [f"zero{self.stage}_{self.offload_optimizer}"]
         if self.offload_params == "cpu":
             words.append("offload_params=cpu")
-        return " ".join([*words, "checkpointing"] if self.activation_checkpointing else words)
+        words += ["checkpointing"] * self.activation_checkpointing
+        words += ["activations_cpu"] * (self.offload_activations != "none")
+        return " ".join(words)
 
     @property
     def device(self) -> int:
@@ -109,6 +112,7 @@ def evaluate(
     machine: Machine,
     devices: int,
     nodes: int,
+    activations_away: bool = False,
 ) -> Choice:
     """Work one choice out.
 
@@ -124,6 +128,7 @@ def evaluate(
         machine: Speeds.
         devices: Devices of a node.
         nodes: Nodes.
+        activations_away: Whether activations wait in CPU memory, as in the trace.
     """
     optimizer, parameters = tiers
     setup = replace(
@@ -133,6 +138,7 @@ def evaluate(
         params_tier=parameters,
     )
     found = walk(layout, segments, setup)
+    on_gpu = setup.device != "cpu"
     host, disk, host_traffic, disk_traffic = _outside(layout, setup)
     share = found.peak.held
     rests = (
@@ -144,7 +150,7 @@ def evaluate(
     )
     passing = sum(n for kind, n in share.items() if kind not in rests)
     slack = int(room.slack_share * passing) if setup.device != "cpu" else 0
-    host, disk = host * devices, disk * devices
+    host, disk = (host + found.activations_host) * devices, disk * devices
     missing = [found.peak.total + slack - int((room.device_gib - room.reserve_gib) * GIB)]
     if room.host_gib is not None:
         missing.append(host - int(room.host_gib * GIB))
@@ -158,6 +164,7 @@ def evaluate(
         disk_bytes=disk_traffic,
         crosses_nodes=setup.shards > devices,
         devices=devices,
+        activation_bytes=2 * found.activations_out * on_gpu,
     )
     return Choice(
         stage=cast(Literal[1, 2, 3], stage),
@@ -172,6 +179,7 @@ def evaluate(
         fits=max(missing) <= 0,
         over=max(0, *missing),
         unavailable=_unavailable(stage, optimizer, parameters),
+        offload_activations="cpu" if activations_away else "none",
     )
 
 

@@ -1,7 +1,8 @@
 """How long a step should take: compute, collectives, transfers to host and disk.
 
-The figures rank choices; they are no promise. Compute and collectives are taken to overlap, but
-for a fifth of the shorter one; transfers of an offloaded optimizer come on top.
+The figures rank choices; they are no promise. Compute, collectives and the transfers of activations
+are taken to overlap, but for a fifth of the shorter ones; transfers of an offloaded optimizer come
+on top.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ class StepTime:
     collectives: float
     transfers: float
     """Between device, host and disk."""
+    activations: float = 0.0
+    """Of activations between device and host."""
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        shorter, longer = sorted((self.compute, self.collectives))
-        return longer + _NOT_HIDDEN * shorter + self.transfers
+        *shorter, longest = sorted((self.compute, self.collectives, self.activations))
+        return longest + _NOT_HIDDEN * sum(shorter) + self.transfers
 
     @classmethod
     def of(
@@ -73,6 +76,7 @@ class StepTime:
         disk_bytes: int,
         crosses_nodes: bool,
         devices: int,
+        activation_bytes: int = 0,
     ) -> StepTime:
         """Predict a step.
 
@@ -84,8 +88,10 @@ class StepTime:
             disk_bytes: Bytes between one rank and the disk.
             crosses_nodes: Whether shards lie on several nodes.
             devices: Devices of a node, which share its disk.
+            activation_bytes: Bytes of activations between one device and its host.
         """
         link = machine.node_link_gb_s if crosses_nodes else machine.link_gb_s
         sent = (moved.gathers + moved.reductions) / link + moved.replicas / machine.node_link_gb_s
         transfers = host_bytes / machine.host_gb_s + disk_bytes * devices / machine.nvme_gb_s
-        return cls(flops / (machine.tflops * 1e12), sent / _GB, transfers / _GB)
+        activations = activation_bytes / machine.host_gb_s / _GB
+        return cls(flops / (machine.tflops * 1e12), sent / _GB, transfers / _GB, activations)

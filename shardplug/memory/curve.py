@@ -19,6 +19,7 @@ PLAN_KINDS = (
     "gradients_cpu",
     "optimizer_state_cpu",
     "staging",
+    "activations_cpu",
     "activations",
     "logits_and_loss",
     "communication",
@@ -28,7 +29,7 @@ PLAN_KINDS = (
 """Kinds of tensors in the device's memory. On GPUs those in "_cpu" are 0 and "staging" has one
 block's gradients: the rest of them is host memory. On CPU ranks all of it is counted."""
 
-IN_BOOKS = PLAN_KINDS[:8]
+IN_BOOKS = PLAN_KINDS[:9]
 """Those that the engine keeps books of."""
 
 
@@ -108,6 +109,10 @@ class Walk:
     "after_forward_later" of the last; "after_backward_between" micro-batches and "after_backward"
     of the last; "after_step", "at_rest"."""
     moved: Moved
+    activations_out: int = 0
+    """Bytes of activations that leave for CPU memory in a step; as many come back."""
+    activations_host: int = 0
+    """The most that they take of CPU memory, where it is not the device's."""
 
     @property
     def peak(self) -> Point:

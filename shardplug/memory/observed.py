@@ -63,6 +63,7 @@ class Running:
         prefetch: int | None = None,
         alone: bool = False,
         room: Room | None = None,
+        offload_activations: bool = False,
     ) -> Plan:
         """Plan the run as it is, or with one thing changed.
 
@@ -71,6 +72,7 @@ class Running:
             optimizer: Another optimizer.
             prefetch: Another number of units gathered ahead.
             alone: Look at the stage and the checkpointing that run only.
+            offload_activations: Move activations to CPU memory, where the run does not.
             room: What may be used; left out, whether a choice fits means nothing.
 
         Raises:
@@ -98,6 +100,7 @@ class Running:
                 reduce_dtype=config.reduce_dtype,
                 optimizer=optimizer or self.optimizer,
                 activation_checkpointing=config.activation_checkpointing if fixed else None,
+                offload_activations="cpu" if offload_activations else config.offload_activations,
                 stage=config.stage if alone else None,
                 replicate_size=config.replicate_size,
                 prefetch=config.prefetch if prefetch is None else prefetch,
@@ -116,6 +119,7 @@ class Running:
             self.config.offload_optimizer,
             self.config.offload_params,
             self.config.activation_checkpointing,
+            self.config.offload_activations,
         )
         for choice in found.choices:
             if wanted == settings_of(choice):
@@ -128,12 +132,13 @@ class Running:
 
 
 def settings_of(choice: Choice) -> tuple[Any, ...]:
-    """Return the four settings of a choice: stage, the two tiers, checkpointing."""
+    """Return the settings of a choice: stage, the two tiers, checkpointing, activations' place."""
     return (
         choice.stage,
         choice.offload_optimizer,
         choice.offload_params,
         choice.activation_checkpointing,
+        choice.offload_activations,
     )
 
 

@@ -43,6 +43,7 @@ _REMEDIES = {
     _OTHER: (
         "activation_checkpointing=True: activations are computed again in the backward, which "
         "takes about a third more time",
+        'offload_activations="cpu" on a GPU: activations wait for the backward in CPU memory',
         "a smaller micro-batch with more accumulation: the same bytes are moved more often",
     ),
     "gathered": ("stage=3: units are gathered one by one, and once more in the backward",),

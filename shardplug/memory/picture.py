@@ -36,6 +36,7 @@ COLORS = {
     "gradients_cpu": "#DDCC77",
     "gradients_nvme": "#CC6677",
     "gathered": "#56B4E9",
+    "activations_cpu": "#DDDDDD",
     "snapshot": "#CC79A7",
     "other": "#BBBBBB",
 }
@@ -54,6 +55,7 @@ LABELS = {
     "optimizer_state_cpu": "optimizer state, CPU memory",
     "optimizer_state_nvme": "optimizer state, files",
     "staging": "staging buffers",
+    "activations_cpu": "activations, CPU memory",
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _MAX_STEPS = 120  # as many as can be told apart in the picture's width
@@ -220,7 +222,7 @@ def _draw_phases(axes: Axes, shown: list[MemoryRow]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-_STATE_TIERS = tuple(kind for kind in TIER_KINDS if kind != "staging")
+_STATE_TIERS = tuple(k for k in TIER_KINDS if k not in ("staging", "activations_cpu"))
 
 
 def _state_bytes(row: MemoryRow) -> int:
@@ -246,7 +248,7 @@ def _draw_predicted(
     _, states_scale = _unit(max(_state_bytes(row) for row in shown))
     for place, phase in enumerate(present):
         held = planned[phase]
-        states = sum(held[kind] for kind in IN_BOOKS if kind != "staging")
+        states = sum(held[k] for k in IN_BOOKS if k not in ("staging", "activations_cpu"))
         left.hlines(states / states_scale, place - 0.45, place + 0.45, color="black", ls="--")
     edges, rows = _phase_edges(shown)
     totals = [sum(planned[row.phase].values()) / scale for row in rows]
@@ -257,7 +259,7 @@ def _draw_predicted(
 
 def _draw_elsewhere(axes: Axes, shown: list[MemoryRow], kinds: list[str], scale: int) -> None:
     """A line for each kind of state that is not in the memory of the areas."""
-    for kind in _STATE_TIERS:
+    for kind in (*_STATE_TIERS, "activations_cpu"):
         by_step = {row.step: row.by_tier[kind] / scale for row in shown}
         if kind not in kinds and any(by_step.values()):
             steps = sorted(by_step)

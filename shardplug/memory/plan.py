@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,6 +85,7 @@ def plan(
     reduce_dtype: torch.dtype | None = None,
     optimizer: str | OptimizerKind = "adamw",
     activation_checkpointing: bool | None = None,
+    offload_activations: Literal["none", "cpu"] | None = "none",
     stage: Literal[1, 2, 3] | None = None,
     offload: bool = True,
     offload_cpu_gib: float | None = None,
@@ -123,6 +124,7 @@ def plan(
         reduce_dtype: dtype that gradients are reduced in, as in `ZeroConfig`.
         optimizer: A name out of `shardplug.memory.OPTIMIZERS`, or an `OptimizerKind`.
         activation_checkpointing: On, off, or None to look at both.
+        offload_activations: "none", "cpu", or None to look at both.
         stage: 1, 2 or 3, or None to look at all.
         offload: Whether to look at the host and NVMe tiers too.
         offload_cpu_gib: CPU memory per rank that is filled before files, as in `ZeroConfig`.
@@ -183,6 +185,7 @@ def plan(
             cast_inputs=low if loop == "pytorch" else None,
             outputs_in_fp32=loop == "accelerate" and low is not None,
             keep_outputs=keep_outputs,
+            prefetch=prefetch,
         ),
         setup=Setup(
             stage=STAGES[3],
@@ -213,23 +216,37 @@ def plan(
         prefetch=prefetch,
         offload_cpu_gib=offload_cpu_gib,
     )
-    return _decide(request, work, machine or Machine(), activation_checkpointing, stage, offload)
+    both = (False, True)
+    modes = both if activation_checkpointing is None else (activation_checkpointing,)
+    if activation_checkpointing is None and not placed.layout.blocks:
+        modes = (False,)
+    away = _places(offload_activations, work)
+    traced = [(mode, moved) for mode in modes for moved in away]
+    return _decide(request, work, machine or Machine(), traced, stage, offload)
+
+
+def _places(offload_activations: str | None, work: Work) -> tuple[bool, ...]:
+    """Whether to look at activations in CPU memory, on the device, or both."""
+    if offload_activations not in ("none", "cpu", None):
+        raise ConfigError(
+            f'Expected offload_activations "none", "cpu" or None, got {offload_activations!r}.'
+        )
+    if offload_activations is None:
+        return (False, True) if work.placed.layout.blocks else (False,)
+    return (offload_activations == "cpu",)
 
 
 def _decide(
     request: Request,
     work: Work,
     machine: Machine,
-    checkpointing: bool | None,
+    modes: Sequence[tuple[bool, bool]],
     stage: Literal[1, 2, 3] | None,
     offload: bool,
 ) -> Plan:
-    layout = work.placed.layout
-    modes = (False, True) if checkpointing is None else (checkpointing,)
-    if checkpointing is None and not layout.blocks:
-        modes = (False,)
-    traces = {mode: work.trace(mode) for mode in modes}
-    pieces = {mode: cut(trace, layout) for mode, trace in traces.items()}
+    layout, on_cpu = work.placed.layout, request.device == "cpu"
+    traces = {mode: work.trace(*mode) for mode in modes}
+    pieces = {mode: cut(trace, layout, on_cpu=on_cpu) for mode, trace in traces.items()}
     choices: list[Choice] = []
     for each in (1, 2, 3) if stage is None else (stage,):
         for tiers in tiers_of(each) if offload else [("none", "none")]:
@@ -241,7 +258,8 @@ def _decide(
                         work.setup,
                         stage=each,
                         tiers=tiers,  # type: ignore[arg-type]
-                        checkpointing=mode,
+                        checkpointing=mode[0],
+                        activations_away=mode[1],
                         flops=traces[mode].flops,
                         room=request.room,
                         machine=machine,

@@ -30,6 +30,7 @@ COLORS = {
     "gathered": "#56B4E9",
     "communication": "#F0E442",
     "optimizer_work": "#882255",
+    "activations_cpu": "#DDDDDD",
     "activations": "#BBBBBB",
     "logits_and_loss": "#CC79A7",
 }
@@ -46,6 +47,7 @@ LABELS = {
     "gathered": "gathered parameters",
     "communication": "communication buffers",
     "optimizer_work": "work space of the step",
+    "activations_cpu": "activations, CPU memory",
     "activations": "activations",
     "logits_and_loss": "logits and loss",
 }

@@ -29,6 +29,7 @@ class Mark(IntEnum):
     FLOPS = 7  # size: operations since the last such event
     LOSS = 8  # the forward has ended, the backward begins
     END = 9  # the backward has ended
+    AWAY = 10  # number: storage, size: bytes; as ALLOCATE, but in CPU memory
 
 
 class Event(NamedTuple):
@@ -79,6 +80,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return  # it has grown, in place
         self._silent.add(number)
         self.add(Mark.GRADIENT, parameter, number)
+
+    def away(self, tensor: torch.Tensor) -> None:
+        """Note that a storage which has just been made is in CPU memory beside the device."""
+        number = self._note(tensor)
+        made = self.events.pop()
+        assert made == Event(Mark.ALLOCATE, number, tensor.untyped_storage().nbytes())
+        self.events.append(Event(Mark.AWAY, number, made.size))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -121,6 +121,12 @@ def _singles(run: Running, found: Plan, running: Choice, room: Room) -> Iterator
         if less is not None and (room.surely(less) or divided == size):
             yield _remedy(run, smaller, less, running, room, divided=divided)
             break
+    if run.device != "cpu" and run.config.offload_activations == "none":
+        away = run.plan(offload_activations=True, alone=True)
+        for choice in away.choices:
+            same = settings_of(choice)[:-1] == now[:-1]
+            if same and away.traced:
+                yield _remedy(run, away, choice, running, room)
     if run.config.stage == 3 and run.config.prefetch:
         later = run.plan(prefetch=0, alone=True)
         less = run.choice(later)
@@ -210,6 +216,8 @@ def _change(choice: Choice, running: Choice) -> str:
             words.append(f'{name}="{getattr(choice, name)}"')
     if choice.activation_checkpointing != running.activation_checkpointing:
         words.append(f"activation_checkpointing={choice.activation_checkpointing}")
+    if choice.offload_activations != running.offload_activations:
+        words.append(f'offload_activations="{choice.offload_activations}"')
     return ", ".join(words)
 
 
@@ -237,6 +245,8 @@ def _config_line(found: Plan, choice: Choice) -> str:
         fields.append('nvme_path="/mnt/nvme"')
     if choice.activation_checkpointing:
         fields.append("activation_checkpointing=True")
+    if choice.offload_activations != "none":
+        fields.append(f'offload_activations="{choice.offload_activations}"')
     for name, default in (("prefetch", 1), ("replicate_size", 1)):
         if getattr(found.request, name) != default:
             fields.append(f"{name}={getattr(found.request, name)}")

@@ -156,6 +156,7 @@ def _choice_dict(choice: Choice) -> dict[str, Any]:
         "offload_optimizer": choice.offload_optimizer,
         "offload_params": choice.offload_params,
         "activation_checkpointing": choice.activation_checkpointing,
+        "offload_activations": choice.offload_activations,
         "available": not choice.unavailable,
         "fits": choice.fits,
         "over_bytes": choice.over,
@@ -179,6 +180,7 @@ def _choice_dict(choice: Choice) -> dict[str, Any]:
             "compute": choice.time.compute,
             "collectives": choice.time.collectives,
             "transfers": choice.time.transfers,
+            "activations": choice.time.activations,
             "total": choice.time.total,
         },
     }
@@ -201,6 +203,8 @@ def _options(plan: Plan, choice: Choice) -> dict[str, Any]:
         options["replicate_size"] = plan.request.replicate_size
     if choice.activation_checkpointing:
         options["activation_checkpointing"] = True
+    if choice.offload_activations != "none":
+        options["offload_activations"] = choice.offload_activations
     if plan.request.prefetch != 1:
         options["prefetch"] = plan.request.prefetch
     return options

@@ -13,6 +13,7 @@ KINDS = (*BOOK_KINDS, "snapshot", "other")
 """Every kind; "other" is what is measured and not in the books: activations, buffers, caches."""
 
 TIER_KINDS = (
+    "activations_cpu",
     "master_shards_cpu",
     "master_shards_nvme",
     "compute_copies_nvme",
@@ -22,7 +23,7 @@ TIER_KINDS = (
     "optimizer_state_nvme",
     "staging",
 )
-"""State outside the device, in CPU memory and in files, and the memory it is moved through."""
+"""What is outside the device, in CPU memory and in files, and the memory it is moved through."""
 
 PHASES = ("after_forward", "after_backward", "after_step")
 """Moments of an optimizer step at which memory is read, in order."""
@@ -68,6 +69,9 @@ class MemoryRow:
 
     held_bytes: int
     """Raw reading: resident set size (CPU) or memory reserved by the allocator (GPU)."""
+
+    activations_cpu_bytes: int = 0
+    """Activations that wait in CPU memory."""
 
     master_shards_cpu_bytes: int = 0
     """Parameters that rest in CPU memory."""

@@ -169,7 +169,8 @@ class RunPlanner:
         trace = self._trace()
         self._work = work_of(first.batch)
         self._first = replace(first, batch=None, loss=None)  # its tensors may be on a device
-        self._segments: Segments = cut(trace, self._placed.layout)
+        on_cpu = engine.device.type == "cpu"
+        self._segments: Segments = cut(trace, self._placed.layout, on_cpu=on_cpu)
         self._flops = _model_flops(trace, self._placed, self._recomputed)
 
     def plan(self, accumulate: int | None = None) -> RunPlan:
@@ -215,6 +216,8 @@ class RunPlanner:
             autocast=low if autocasts else None,
             cast_inputs=None if autocasts else low,
             outputs_in_fp32=first.outputs_in_fp32 or PLAIN_FORWARD in vars(first.model),
+            offload_activations=engine.config.offload_activations != "none",
+            prefetch=engine.config.prefetch,
         )
         outputs = _Outputs()
         if not self._failure:
@@ -241,6 +244,8 @@ class RunPlanner:
             finally:
                 outputs.kept.clear()
         self._notes.append(f"{_FORMULA}; model states are exact all the same")
+        if settings.offload_activations:
+            self._notes.append("what offload_activations moves is counted on the device")
         tensors = tuple(leaf for leaf in tree_leaves(first.batch) if isinstance(leaf, torch.Tensor))
         without = estimated_trace(self._placed.layout, first.model, tensors, settings)
         settings = replace(settings, checkpointing=engine.config.activation_checkpointing)
@@ -294,8 +299,8 @@ def _with(plan: Walk, more: dict[str, int]) -> Walk:
     def add(held: dict[str, int]) -> dict[str, int]:
         return {kind: size + more.get(kind, 0) for kind, size in held.items()}
 
-    return Walk(
-        tuple(replace(point, held=add(point.held)) for point in plan.points),
-        {phase: add(held) for phase, held in plan.phases.items()},
-        plan.moved,
+    return replace(
+        plan,
+        points=tuple(replace(point, held=add(point.held)) for point in plan.points),
+        phases={phase: add(held) for phase, held in plan.phases.items()},
     )

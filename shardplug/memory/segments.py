@@ -11,6 +11,9 @@ from shardplug.memory.trace import Event, Mark, Trace
 __all__ = ["Segment", "Segments", "cut"]
 
 
+_HOST = "host"
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Allocations of the model itself up to one event of the schedule."""
@@ -24,6 +27,11 @@ class Segment:
     number: int
     size: int = 0
     """For a gradient: its bytes."""
+    out: int = 0
+    """Bytes of activations that leave for CPU memory."""
+    host: int = 0
+    """Bytes in CPU memory above those at the beginning, at the end, where it is not the device's:
+    as much as torch takes for them, which rounds pinned memory up to a power of 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +43,36 @@ class Segments:
     """Unit of each sharded parameter."""
 
 
-def cut(trace: Trace, layout: Layout) -> Segments:
+def cut(trace: Trace, layout: Layout, *, on_cpu: bool = False) -> Segments:
     """Cut a trace, and tell logits and loss from other activations.
 
     What is allocated outside of units after the last block's forward, and before its backward,
     counts as logits and loss.
+
+    Args:
+        trace: The events of a micro-batch.
+        layout: The model's units.
+        on_cpu: Whether the device's memory is CPU memory, where activations in CPU memory count.
     """
     last = layout.blocks[-1] if layout.blocks else -1
     kind, inside = "activations", False
     sizes: dict[int, tuple[str, int]] = {}
     change: Counter[str] = Counter()
     peak: Counter[str] = Counter()
-    peak_total = total = 0
+    peak_total = total = out = host = 0
     found: list[Segment] = []
     for event in trace.events:
         mark, number, size = event
-        if mark is Mark.ALLOCATE:
+        if mark is Mark.AWAY:
+            out += size
+            if not on_cpu:
+                sizes[number] = (_HOST, size)
+                host += _pinned(size)
+                continue
+        if mark in (Mark.ALLOCATE, Mark.AWAY):
             sizes[number] = (kind if not inside else "activations", size)
+            if mark is Mark.AWAY:
+                sizes[number] = ("activations_cpu", size)
             change[sizes[number][0]] += size
             total += size
             if total > peak_total:
@@ -59,6 +80,9 @@ def cut(trace: Trace, layout: Layout) -> Segments:
             continue
         if mark is Mark.FREE:
             where, size = sizes[number]
+            if where == _HOST:
+                host -= _pinned(size)
+                continue
             change[where] -= size
             total -= size
             continue
@@ -67,11 +91,16 @@ def cut(trace: Trace, layout: Layout) -> Segments:
         if mark is Mark.GRADIENT:
             where, size = sizes[size]
             change[where] -= size
-        found.append(Segment(dict(peak), peak_total, dict(change), mark, number, size))
-        change, peak, peak_total, total = Counter(), Counter(), 0, 0
+        found.append(Segment(dict(peak), peak_total, dict(change), mark, number, size, out, host))
+        change, peak = Counter(), Counter()
+        peak_total = total = out = host = 0
         kind, inside = _region(event, last, kind, inside)
     units = {p: index for index, unit in enumerate(layout.units) for p in unit.parameters}
     return Segments(tuple(found), units)
+
+
+def _pinned(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
 
 
 def _region(event: Event, last: int, kind: str, inside: bool) -> tuple[str, bool]:

@@ -11,7 +11,7 @@ Repeated blocks are traced once: see `repeat`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from shardplug.memory.attention import as_on_device
 from shardplug.memory.layout import Placed
 from shardplug.memory.recorder import Event, Mark, Recorder
 from shardplug.memory.trace_hooks import Hooks, TraceSettings
+from shardplug.memory.trace_offload import traced_offload
 
 __all__ = ["Event", "Mark", "Trace", "TraceSettings", "trace_step"]
 
@@ -105,18 +106,23 @@ def trace_step(
             checkpoint_activations(model, placed.blocks)
         model.train()
         hooks = Hooks(recorder, placed, settings)
-        recorder.ignore(hooks.to_meta(model))
+        states = hooks.to_meta(model)
+        recorder.ignore(states)
         for block in skipped:
             block.forward = _hand_on
         if settings.outputs_in_fp32:
             model.register_forward_hook(lambda _, args, output: _in_fp32(output))
         hooks.attach(skipped)
+        offload: AbstractContextManager[None] = nullcontext()
+        if settings.offload_activations:
+            offload = traced_offload(model, placed.blocks, states, recorder, settings)
         with as_on_device(settings.device, settings.autocast, used), recorder:
             inputs = tree_map(recorder.known.meta_like, batch)
             kept: list[Any] = []
             if settings.keep_outputs:
                 model.register_forward_hook(lambda _, args, output: kept.append(output))
-            value = (loss or default_loss)(model, inputs)
+            with offload:
+                value = (loss or default_loss)(model, inputs)
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 raise ModelError(
                     "Expected a loss that depends on trainable parameters, got "

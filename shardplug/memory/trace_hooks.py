@@ -30,6 +30,10 @@ class TraceSettings:
     """Whether float outputs of the model are cast to fp32, as Accelerate does."""
     keep_outputs: bool = False
     """Whether the training loop still holds the model's outputs in the backward."""
+    offload_activations: bool = False
+    """Whether what is saved for the backward waits in CPU memory."""
+    prefetch: int = 1
+    """Blocks whose activations come back ahead of their backward."""
 
 
 class Hooks:

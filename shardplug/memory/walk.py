@@ -70,6 +70,7 @@ class _Walker:
         self._micro = 0
         self._last = True
         self._sent: Counter[str] = Counter()
+        self._host = self._most_host = 0
         # What the collectives hold on to.
         self._gathered: set[int] = set()
         self._started: set[int] = set()
@@ -103,6 +104,8 @@ class _Walker:
             self._high = {k: n + segment.peak.get(k, 0) for k, n in self._held.items()}
         for kind, size in segment.end.items():
             self._held[kind] += size
+        self._host += segment.host
+        self._most_host = max(self._most_host, self._host)
 
     def _mark(self, unit: int) -> None:
         name = self._layout.units[unit].name if unit >= 0 else ""
@@ -159,6 +162,8 @@ class _Walker:
             tuple(self._points),
             phases,
             Moved(sent["gathers"], sent["reductions"], sent["replicas"]),
+            sum(segment.out for segment in self._segments.segments) * setup.accumulate,
+            self._most_host,
         )
 
     def _rest(self) -> None:
@@ -474,3 +479,4 @@ class _Walker:
         self._forward_order.clear()
         # What is left is the batch, which the next one replaces.
         self._held["activations"] = self._held["logits_and_loss"] = 0
+        self._held["activations_cpu"] = self._host = 0

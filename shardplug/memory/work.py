@@ -29,19 +29,21 @@ class Work:
     batch: Any
     loss: Callable[[nn.Module, Any], torch.Tensor] | None
     settings: TraceSettings
-    """Checkpointing is filled in for each trace."""
+    """Checkpointing and offloading are filled in for each trace."""
     setup: Setup
     """Stage and tiers are filled in for each choice."""
     failure: str = ""
     """Why the model could not be traced, or nothing."""
 
-    def trace(self, checkpointing: bool) -> Trace:
+    def trace(self, checkpointing: bool, offload_activations: bool = False) -> Trace:
         """Trace the model, or estimate where that is not possible.
 
         Raises:
             ModelError: For a loss that trains nothing, or blocks that cannot be checkpointed.
         """
-        settings = dataclasses.replace(self.settings, checkpointing=checkpointing)
+        settings = dataclasses.replace(
+            self.settings, checkpointing=checkpointing, offload_activations=offload_activations
+        )
         if not self.failure:
             try:
                 return trace_model(self.placed, self.model, self.batch, self.loss, settings)

@@ -142,6 +142,8 @@ def test_parse_refuses(text: str, message: str) -> None:
         ({"replicate_size": 2.0}, "integer >= 1, got 2.0"),
         ({"prefetch": True}, "integer >= 0, got True"),
         ({"activation_checkpointing": 1}, "true or false, got 1"),
+        ({"offload_activations": "nvme"}, 'offload_activations "none" or "cpu", got \'nvme\''),
+        ({"offload_activations": True}, 'offload_activations "none" or "cpu", got True'),
         ({"offload_params": "nvme"}, "Expected offload_optimizer too with offload_params='nvme'"),
         ({"offload_optimizer": None}, "got None"),
         ({"offload_optimizer": "nvme", "offload_cpu_gib": "1"}, "GiB of at least 0, got '1'"),

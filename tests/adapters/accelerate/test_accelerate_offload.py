@@ -10,6 +10,7 @@ import torch
 from shardplug import ZeroConfig
 from shardplug.accelerate.options import ENVIRONMENT_NAME, read_config
 from tests.adapters.accelerate.common import MAX_NORM, accelerator, loader, samples, seeded_model
+from tests.support.activations import small_ones_move
 from tests.support.models import lm_loss
 from tests.support.pool import RankPool
 
@@ -63,6 +64,31 @@ def train(
         books = acc.engine.memory()
         assert 0 < books["optimizer_state_cpu"] <= 3e-5 * 2**30 and books["optimizer_state_nvme"]
     return acc.engine.full_state_dict(rank0_only=False)
+
+
+def train_with(zero: str) -> tuple[dict[str, torch.Tensor], float]:
+    acc = accelerator(zero=zero, gradient_accumulation_steps=2)
+    model = seeded_model()
+    model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for batch in samples().split(4)[:4]:
+        with acc.accumulate(model):
+            acc.backward(lm_loss(model(batch), batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return acc.engine.full_state_dict(rank0_only=False), acc.engine.traffic()["bytes_read"]
+
+
+def activations() -> None:
+    with small_ones_move():
+        for options in ("zero3", "zero1,activation_checkpointing=true"):
+            expected, none = train_with(options)
+            ours, moved = train_with(f"{options},offload_activations=cpu")
+            assert moved > none == 0
+            assert ours and all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_activations_in_cpu_memory(pool: RankPool) -> None:
+    pool.run(activations, 2)
 
 
 def compare(root: str) -> None:

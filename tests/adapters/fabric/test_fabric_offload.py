@@ -9,6 +9,7 @@ import torch
 from shardplug.fabric import ZeroStrategy
 from tests.adapters.fabric.test_fabric import fabric, loss_of
 from tests.adapters.lightning.modules import Net, build, in_order, whole
+from tests.support.activations import small_ones_move
 from tests.support.pool import RankPool
 
 
@@ -53,6 +54,23 @@ def train(root: str) -> None:
     expected = found.pop("none")
     for case, weights in found.items():
         assert weights and all(torch.equal(weights[n], expected[n]) for n in expected), case
+
+
+def activations() -> None:
+    found = []
+    with small_ones_move():
+        for place in ("none", "cpu"):
+            run = fabric(ZeroStrategy(stage=2, offload_activations=place))  # type: ignore[arg-type]
+            model = build(Net)
+            model, optimizer = run.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            steps(run, model, optimizer, 0, 3)
+            found.append(whole(model))
+            assert (run.strategy.engine.traffic()["bytes_read"] > 0) == (place == "cpu")
+    assert found[0] and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_activations_in_cpu_memory(pool: RankPool) -> None:
+    pool.run(activations, 2)
 
 
 def test_fabric(pool: RankPool, tmp_path: Path) -> None:

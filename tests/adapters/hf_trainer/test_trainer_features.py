@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import Trainer
 
 from shardplug.hf import MemoryCurve
 from tests.adapters.hf_trainer.common import arguments, build, launched, rows, run
+from tests.support.activations import small_ones_move
 from tests.support.pool import RankPool
 from tests.unit.memory.wandb_file import read_history
 
@@ -102,6 +104,30 @@ def other_ways(out: Path, world_size: int) -> dict[str, Any]:
         whole = [p for p in model.parameters() if isinstance(p.data, DTensor) != (world_size > 1)]
         found[f"{name}: at rest"] = not whole
     return found
+
+
+def with_activations_away(out: Path) -> list[list[tuple[float, float]]]:
+    """Trainer's own checkpointing and none, with and without the offload."""
+    found = []
+    with small_ones_move():
+        for recompute, place in product((False, True), ("none", "cpu")):
+            with launched(f"zero3,offload_activations={place}"):
+                settings = arguments(
+                    out, 2, save_strategy="no", max_steps=3, activation_checkpointing=recompute
+                )
+                trainer = Trainer(model=build(), args=settings, train_dataset=rows())
+                trainer.train()
+                moved = trainer.accelerator.engine.traffic()["bytes_read"]
+                assert (moved > 0) == (place == "cpu")
+                history = [e for e in trainer.state.log_history if "grad_norm" in e]
+                found.append([(entry["loss"], entry["grad_norm"]) for entry in history])
+    return found
+
+
+def test_activations_in_cpu_memory(pool: RankPool, tmp_path: Path) -> None:
+    for there, away, there_again, away_again in pool.run(with_activations_away, 2, tmp_path):
+        assert len(there) == 3
+        assert there == away and there_again == away_again
 
 
 def sharded_ways(out: Path) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from transformers import AutoModelForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.errors import ShardplugError
+from shardplug.accelerate.trainer import refuse_arguments
+from shardplug.errors import ConfigError, ShardplugError
 from shardplug.hf import MemoryCurve
 from tests.adapters.hf_trainer.common import arguments, build, launched, rows, run
 from tests.support.pool import RankPool
@@ -77,6 +80,14 @@ MODELS: dict[str, tuple[Callable[[Path, int], nn.Module], str]] = {
     ),
     "compiled": (lambda base, rank: torch.compile(build()), "not compiled as a whole"),
 }
+
+
+def test_an_offload_that_would_move_parameters_is_refused() -> None:
+    trl = pytest.importorskip("trl")
+    assert "activation_offloading" in {field.name for field in dataclasses.fields(trl.SFTConfig)}
+    settings = SimpleNamespace(activation_offloading=True)
+    with pytest.raises(ConfigError, match="activation_offloading=True in .*activations=cpu"):
+        refuse_arguments(settings)
 
 
 def refused(act: Callable[[], object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from shardplug.lightning import MemoryCurve, ZeroStrategy
 from shardplug.memory import read_jsonl
 from shardplug.tiers import PATH_VARIABLE
 from tests.adapters.lightning.modules import Plain, build, in_order, trainer, whole
+from tests.support.activations import small_ones_move
 from tests.support.pool import RankPool
 
 
@@ -80,6 +82,49 @@ def train(root: str) -> None:
 
 def test_trainer(pool: RankPool, tmp_path: Path) -> None:
     pool.run(train, 2, str(tmp_path))
+
+
+class Traceable(Plain):
+    """Looks at no values."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.loss(batch)
+
+
+def run_has_plan(lines: list[str]) -> bool:
+    """Whether what was planned for activations in CPU memory is what was there."""
+    rows = [json.loads(line) for line in lines]
+    return bool(rows) and all(
+        row["predicted_activations_cpu_bytes"] == row.get("activations_cpu_bytes", 0)
+        for row in rows
+    )
+
+
+def activations(root: str) -> None:
+    def fit_with(**options: Any) -> Any:
+        module, callback = build(Traceable), MemoryCurve(root)
+        strategy = ZeroStrategy(stage=3, **options)
+        run = trainer(strategy, max_steps=4, accumulate_grad_batches=2, callbacks=[callback])
+        run.fit(module, in_order())
+        return module, strategy.engine
+
+    with small_ones_move():
+        expected, _ = fit_with()
+        module, engine = fit_with(offload_activations="cpu")
+    equal(module, expected)
+    traffic = engine.traffic()
+    assert traffic["bytes_read"] == traffic["bytes_written"] > 0
+    if engine.rank == 0:
+        assert run_has_plan(Path(f"{root}/memory.jsonl").read_text().splitlines())
+        found = read_jsonl(f"{root}/memory.jsonl")
+        # The backward has not begun when the forward has ended, and is over after it.
+        assert found and all(
+            (row.activations_cpu_bytes > 0) == (row.phase == "after_forward") for row in found
+        )
+
+
+def test_activations_in_cpu_memory(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(activations, 2, str(tmp_path))
 
 
 def curve(root: str) -> None:

@@ -14,6 +14,7 @@ from shardplug.memory import TIER_KINDS, JsonlSink, MemoryTracker, WandbSink, dr
 from tests.unit.memory.fakes import FakeEngine, ListSink, make_rows
 
 TIERS = {
+    "activations_cpu": 0,
     "master_shards_cpu": 0,
     "master_shards_nvme": 3000,
     "compute_copies_nvme": 1500,
