@@ -8,6 +8,7 @@ so that hooks run in the order they have with DDP:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -245,7 +246,13 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
         """Run the module's step; the first one is planned before."""
         if self._announcement is not None and args:
             module, number = self.lightning_module, args[1] if len(args) > 1 else 0
-            self._announcement.begin(lambda: first_step(module.trainer, module, args[0], number))
+            # A trace would run the user's step once more, with all that it does besides.
+            self._announcement.begin(
+                lambda: dataclasses.replace(
+                    first_step(module.trainer, module, args[0], number),
+                    untraceable="the step is traced for a MemoryCurve only",
+                )
+            )
             self._announcement = None
         return super().training_step(*args, **kwargs)
 

@@ -152,7 +152,7 @@ class Foresight:
             reason = str(error).partition("\n")[0]
             self._say(f"This run has no plan of its memory: {type(error).__name__}: {reason}")
             return
-        if self.plan is not None and self.plan.failure:
+        if self.plan is not None and self.plan.failure and not self._yields:
             self._say(
                 "The step could not be traced for the plan of this run's memory, so its "
                 "activations are a formula's, which may be off by a factor of 2; model states are "
