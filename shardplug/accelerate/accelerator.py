@@ -249,7 +249,7 @@ class Accelerator(GradientMethods, SavingMethods):
         self.wait_for_save()
         if self._engine is not None:
             self._engine.reset()
-        self._engine = None
+        self._engine = self._announcement = None
         self._unsharded_optimizers = []
         return super().free_memory(*objects)
 

@@ -90,9 +90,13 @@ class Hooks:
             parameter.grad = None
 
     def _gradient(self, number: int) -> Callable[[torch.Tensor], None]:
+        # Python's collector does not see such a hook: one that held `self`, and with it the
+        # parameter and the model, would keep them for good.
+        recorder = self._recorder
+
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            self._recorder.gradient(number, parameter.grad)
+            recorder.gradient(number, parameter.grad)
 
         return hook
 
