@@ -196,7 +196,8 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
             self._engine = attach.new_engine(config, self.root_device)
             self._engine.oom.loop = "lightning"
             self._engine.oom.write_into(module.trainer.default_root_dir)
-            self._announcement = Announcement(self._engine, listens=False)
+            if self._budget is None:  # zero_auto has said its plan
+                self._announcement = Announcement(self._engine, listens=False)
             self._shard(module)
         for copy in callbacks.average_models(module.trainer):
             if not any(copy is known for known in self._engine.models):
