@@ -4,6 +4,8 @@ Importing shardplug makes `Trainer(strategy="zero3")` and `Fabric(strategy="zero
 loads none of the frameworks itself.
 """
 
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from shardplug._hosts import install as _install
@@ -40,5 +42,14 @@ __all__ = [
     "ZeroEngine",
     "__version__",
 ]
+
+if not _TYPE_CHECKING:  # with it, a type checker would take any name for one of the package's
+
+    def __getattr__(name: str) -> _ModuleType:
+        """Import an adapter when it is first named, as in `shardplug.lightning.ZeroStrategy`."""
+        if name in ("accelerate", "fabric", "hf", "lightning"):
+            return _import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _install()

@@ -16,6 +16,7 @@ from typing import Literal
 from shardplug.errors import ConfigError, ShardplugError
 from shardplug.memory import (
     OPTIMIZERS,
+    Choice,
     Lora,
     Machine,
     Plan,
@@ -28,6 +29,9 @@ from shardplug.memory import (
 )
 
 __all__ = ["add_arguments", "run"]
+
+_GIB = 2**30
+_ROOM = {"memory": "host-memory", "disks": "nvme"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,14 +105,30 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.auto or found.best is None:
         print(as_text(found))
     if arguments.auto and found.best is not None:
-        if found.request.lora is not None:
-            print(f"# The model\nmodel = peft.get_peft_model(model, {found.request.lora.code})\n")
-        print(f"# Lightning\n{lightning_line(found, found.best)}\n")
-        print(
-            f"# Accelerate: a file for accelerate launch --config_file\n"
-            f"{accelerate_yaml(found, found.best)}"
-        )
+        _print_configuration(found, found.best)
     return 0 if found.fits else 1
+
+
+def _print_configuration(found: Plan, best: Choice) -> None:
+    """Print what to paste, and what it takes: the table is not there to say so."""
+    room = found.request.room
+    takes = [f"{best.device / _GIB:.2f} GiB of each device"]
+    for size, given, what in (
+        (best.host, room.host_gib, "memory"),
+        (best.disk, room.nvme_gib, "disks"),
+    ):
+        if size:
+            unknown = "" if given is not None else f", of which --{_ROOM[what]} says nothing"
+            takes.append(f"{size / _GIB:.2f} GiB of a node's {what}{unknown}")
+    print(f"# {best.name}: {'; '.join(takes)}\n")
+    if found.request.lora is not None:
+        code = found.request.lora.code
+        print(f"# The model\nimport peft\n\nmodel = peft.get_peft_model(model, {code})\n")
+    print("# Lightning\nimport lightning as L\n\nimport shardplug\n")
+    print(f"trainer = L.{lightning_line(found, best)}\n")
+    print(
+        f"# Accelerate: a file for accelerate launch --config_file\n{accelerate_yaml(found, best)}"
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

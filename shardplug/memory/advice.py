@@ -62,11 +62,13 @@ def advice(
     usable = [choice for choice in ranked if not choice.unavailable]
     if not usable:
         return
-    least = min(usable, key=lambda choice: choice.over)
-    need = least.device / GIB + request.room.reserve_gib
+    least = min(usable, key=lambda choice: (choice.over, choice.device))
+    need = f"{least.device / GIB + request.room.reserve_gib:.1f} GiB per device"
+    for size, where in ((least.host, "memory"), (least.disk, "disks")):
+        need += f", {size / GIB:.1f} GiB of a node's {where}" if size else ""
     yield (
-        f"The least that this version can do is {least.name}: {need:.1f} GiB per device, "
-        f"{least.over / GIB:.1f} GiB more than there are."
+        f"The least that this version can do is {least.name}: {need}; it misses by "
+        f"{least.misses_by}."
     )
     tiered = next((c for c in ranked if c.fits and c.unavailable), None)
     if tiered is not None:
@@ -81,22 +83,24 @@ def advice(
         )
     if request.micro_batch > 1:
         yield f"A smaller micro-batch than {request.micro_batch} holds less; accumulate instead."
-    more = _enough_nodes(request, work, least, pieces, machine)
-    if more is not None:
-        yield f"{more * request.devices} devices of this size would do, with {least.name}."
+    nodes, found = _more_nodes(request, work, least, pieces, machine)
+    if found.fits:
+        yield f"{nodes * request.devices} devices of this size would do, with {least.name}."
+    elif found.short_of:
+        yield f"More nodes do not help: {nodes} of them miss {found.misses_by}."
     else:
         yield "More devices do not help: a shorter sequence would, or devices with more memory."
 
 
-def _enough_nodes(
+def _more_nodes(
     request: Request,
     work: Work,
     least: Choice,
     pieces: Mapping[tuple[bool, bool], Segments],
     machine: Machine,
-) -> int | None:
-    """Nodes at which the smallest choice fits, found by doubling; None where they do not help."""
-    nodes = request.nodes
+) -> tuple[int, Choice]:
+    """Double the nodes until the smallest choice fits; where none do, the last that was tried."""
+    nodes, found = request.nodes, least
     for _ in range(8):
         nodes *= 2
         setup = replace(work.setup, shards=work.setup.shards * nodes // request.nodes)
@@ -115,5 +119,5 @@ def _enough_nodes(
             activations_away=least.offload_activations != "none",
         )
         if found.fits:
-            return nodes
-    return None
+            break
+    return nodes, found

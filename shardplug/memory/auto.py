@@ -295,7 +295,7 @@ def _explained(found: Plan, config: ZeroConfig) -> str:
         lines.append("  activations are a formula's: the model could not be traced")
     faster = [c for c in found.choices if c.time.total < taken.time.total and not is_taken(c)]
     for choice in sorted(faster, key=lambda choice: choice.time.total):
-        why = choice.unavailable or f"{gib(choice.over)} too much"
+        why = choice.unavailable or f"{choice.misses_by} too much"
         if not choice.unavailable and choice.fits:
             why = f"no folder for its files ({PATH_VARIABLE})"
         lines.append(f"  faster, but not taken: {choice.name}: {why}")

@@ -65,6 +65,8 @@ class Choice:
     unavailable: str
     """Why this version cannot run it, or nothing."""
     offload_activations: Literal["none", "cpu"] = "none"
+    short_of: str = ""
+    """What `over` counts: nothing for the device's memory, else the node's memory or disks."""
     reason: str = ""
     """Why it is, or is not, the one to take."""
 
@@ -81,6 +83,14 @@ class Choice:
         words += ["checkpointing"] * self.activation_checkpointing
         words += ["activations_cpu"] * (self.offload_activations != "none")
         return " ".join(words)
+
+    @property
+    def misses_by(self) -> str:
+        """How much there is too little of what it misses most, and of what."""
+        size = f"{self.over / GIB:.1f} GiB"
+        if self.over < GIB // 10:
+            size = f"{max(self.over / 2**20, 0.1):.1f} MiB"
+        return f"{size} {self.short_of}".rstrip()
 
     @property
     def device(self) -> int:
@@ -151,11 +161,12 @@ def evaluate(
     passing = sum(n for kind, n in share.items() if kind not in rests)
     slack = int(room.slack_share * passing) if setup.device != "cpu" else 0
     host, disk = (host + found.activations_host) * devices, disk * devices
-    missing = [found.peak.total + slack - int((room.device_gib - room.reserve_gib) * GIB)]
+    missing = {"": found.peak.total + slack - int((room.device_gib - room.reserve_gib) * GIB)}
     if room.host_gib is not None:
-        missing.append(host - int(room.host_gib * GIB))
+        missing["of a node's memory"] = host - int(room.host_gib * GIB)
     if room.nvme_gib is not None:
-        missing.append(disk - int(room.nvme_gib * GIB))
+        missing["of a node's disks"] = disk - int(room.nvme_gib * GIB)
+    short_of, over = max(missing.items(), key=lambda each: each[1])
     time = StepTime.of(
         machine,
         flops=flops * setup.accumulate,
@@ -176,8 +187,9 @@ def evaluate(
         host=host,
         disk=disk,
         time=time,
-        fits=max(missing) <= 0,
-        over=max(0, *missing),
+        fits=over <= 0,
+        over=max(0, over),
+        short_of=short_of if over > 0 else "",
         unavailable=_unavailable(stage, optimizer, parameters),
         offload_activations="cpu" if activations_away else "none",
     )
@@ -257,7 +269,7 @@ def _reason(choice: Choice, best: Choice | None) -> str:
         return "the fastest that fits"
     words = []
     if not choice.fits:
-        words.append(f"{choice.over / GIB:.1f} GiB too much")
+        words.append(f"{choice.misses_by} too much")
     elif best is not None:
         ratio = choice.time.total / best.time.total if best.time.total else 1.0
         more = choice.device / best.device

@@ -213,7 +213,11 @@ def _draw_phases(axes: Axes, shown: list[MemoryRow]) -> None:
             low = [below + height for below, height in zip(low, heights, strict=True)]
     for x, total in enumerate(low):
         axes.annotate(
-            f"{total:#.3g}", (x, total), xytext=(0, 2), textcoords="offset points", ha="center"
+            f"{total:#.3g}" if total < 999.5 else f"{total:.0f}",
+            (x, total),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
         )
     axes.set_ylim(0, 1.08 * max(low))  # a margin would stop at bars of no height
     axes.set_xticks(range(len(phases)), [phase.replace("_", "\n") for phase in phases])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from shardplug.cli.plan import add_arguments, run
 from shardplug.core.precision import Precision
 from shardplug.errors import ConfigError, ModelError
-from shardplug.memory import PLAN_KINDS, as_dict, as_text, draw_plan, lightning_line, plan
+from shardplug.memory import PLAN_KINDS, as_dict, as_text, draw_plan, plan
 from shardplug.memory.layout import place
 from shardplug.memory.repeat import live_bytes, trace_model
 from shardplug.memory.trace import Event, Mark, TraceSettings, trace_step
@@ -251,7 +252,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     found = _tiny_plan(device_memory_gib=0.0001, reserve_gib=0, offload=False)
     assert not found.fits and found.best is None
     assert all(choice.over > 0 for choice in found.choices if not choice.fits)
-    assert any("GiB more than there are" in line for line in found.advice)
+    assert any("it misses by" in line and "MiB" in line for line in found.advice)
     assert any("devices of this size would do" in line for line in found.advice)
     assert "Nothing fits" in as_text(found)
 
@@ -361,7 +362,8 @@ def test_the_command_prints_the_configuration(
     yaml = pytest.importorskip("yaml")
     common = (config_file, "--devices", "4", "--device-memory", "8", "--seq-length", "16")
     assert _command(*common, "--auto", "--accumulate", "2", "--checkpointing", "on") == 0
-    lightning, _, accelerate = capsys.readouterr().out.partition("# Accelerate")
+    takes, lightning, accelerate = re.split("# Lightning|# Accelerate", capsys.readouterr().out)
+    assert re.match(r"# zero\d checkpointing: \d\.\d\d GiB of each device\n", takes)
     assert "activation_checkpointing=True" in lightning
     assert "accumulate_grad_batches=2" in lightning and "devices=4" in lightning
     content = yaml.safe_load(accelerate.partition("\n")[2])
@@ -369,16 +371,51 @@ def test_the_command_prints_the_configuration(
     assert content["fsdp_config"]["fsdp_sharding_strategy"].startswith("shardplug:zero")
 
 
-def test_the_printed_lightning_line_can_be_run() -> None:
-    lightning = pytest.importorskip("lightning")
-    import shardplug.lightning
+_PASTED = """
+{line}
+assert trainer.strategy.config.activation_checkpointing
+assert shardplug.fabric.ZeroStrategy and shardplug.hf.from_pretrained
+assert not hasattr(shardplug, "lightening")
+"""
 
-    found = _tiny_plan(activation_checkpointing=True)
-    assert found.best is not None
-    line = lightning_line(found, found.best)
-    line = line.replace("devices=2", 'devices=1, accelerator="cpu", logger=False')
-    trainer = eval(line, {"Trainer": lightning.Trainer, "shardplug": shardplug})
-    assert trainer.strategy.config.activation_checkpointing
+
+def test_the_printed_lightning_lines_can_be_pasted(
+    config_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of their own, where nothing else has imported a part of the package."""
+    pytest.importorskip("lightning")
+    common = (config_file, "--devices", "1", "--device-memory", "8", "--seq-length", "16")
+    assert _command(*common, "--auto", "--cpu", "--checkpointing", "on") == 0
+    printed = capsys.readouterr().out.partition("# Accelerate")[0]
+    line = printed.replace("devices=1", "devices=1, logger=False")
+    subprocess.run([sys.executable, "-c", _PASTED.format(line=line)], check=True, timeout=100)
+
+
+def test_what_is_missing_outside_the_device_is_named(
+    config_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = (config_file, "--devices", "2", "--device-memory", "8", "--seq-length", "16")
+    assert _command(*common, "--host-memory", "0.00001", "--nvme", "0.00001", "--stage", "3") == 0
+    lines = capsys.readouterr().out.splitlines()
+    reasons = {line.split("  ")[1]: line for line in lines if "too much" in line}
+    assert reasons["zero3_cpu"].endswith("MiB of a node's memory too much")
+    assert reasons["zero3_infinity"].endswith("of a node's memory too much")
+    tight = ("--device-memory", "1.0001", "--host-memory", "0.00001", "--nvme", "0.00001")
+    assert _command(config_file, "--devices", "2", "--seq-length", "16", *tight) == 1
+    assert re.search(r"it misses by [\d.]+ MiB", capsys.readouterr().out)
+
+
+def test_auto_says_what_its_choice_takes_elsewhere(
+    config_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = (config_file, "--devices", "2", "--seq-length", "16", "--stage", "3")
+    assert _command(*common, "--device-memory", "8", "--json") == 0
+    choices = json.loads(capsys.readouterr().out)["choices"]
+    least = min(c["device_bytes"] for c in choices if c["offload_optimizer"] == "none")
+    assert _command(*common, "--device-memory", str(1 + (least - 1) / 2**30), "--auto") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("# zero3_") and "GiB of a node's memory" in first
+    assert "of which --host-memory says nothing" in first
 
 
 @pytest.mark.parametrize(

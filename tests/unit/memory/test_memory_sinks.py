@@ -107,6 +107,23 @@ def test_picture_of_few_and_many(tmp_path: Path, num_steps: int, num_ranks: int)
     assert _png_size(tmp_path / "memory.png") == (1800, 750)
 
 
+def test_bars_of_a_thousand_units_are_labelled_without_an_exponent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.axes import Axes
+
+    words: list[str] = []
+    annotate = Axes.annotate
+
+    def listen(axes: Axes, text: str, *args: Any, **kwargs: Any) -> Any:
+        words.append(text)
+        return annotate(axes, text, *args, **kwargs)
+
+    monkeypatch.setattr(Axes, "annotate", listen)
+    draw_png(make_rows(1, unit_bytes=2300), tmp_path / "memory.png")
+    assert words[:3] == ["997.", "1006", "1015"]  # KiB
+
+
 def test_picture_keeps_the_highest_of_a_long_run(tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[list[MemoryRow]] = []
     monkeypatch.setattr(
