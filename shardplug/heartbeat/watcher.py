@@ -286,13 +286,11 @@ class Watcher:
         if self._raised:  # its own exception is on its way out
             self._ended.wait(self._limits.grace_seconds)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        stack = "".join(traceback.format_stack(frame)[-8:]) if frame is not None else ""
-        print(
-            f"shardplug: rank {self._rank} is ended, as the job is. First cause: {cause}\n"
-            f"shardplug: rank {self._rank} was at\n{stack}",
-            file=sys.stderr,
-            flush=True,
-        )
+        words = f"shardplug: rank {self._rank} is ended, as the job is. First cause: {cause}\n"
+        if frame is not None and not self._leaving:  # else it waits in leave(), which says nothing
+            stack = "".join(traceback.format_stack(frame)[-8:])
+            words += f"shardplug: rank {self._rank} was at\n{stack}\n"
+        print(words, end="", file=sys.stderr, flush=True)
         for process in self._others.values():
             process.kill(self._own)  # a stopped one would stay behind, and hold its memory
         self._clean_up()

@@ -15,6 +15,7 @@ __all__ = ["NoCollectives", "shapes_of", "twin_of"]
 
 _PLAIN = (int, float, str, bool, complex, type(None), torch.dtype, torch.device)
 _FROM_A_TRAINER = ("_trainer", "_fabric")  # what logs and steps in a training_step
+_SAYING = ("log", "log_dict", "print")
 
 
 class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,6 +66,8 @@ class _Copier:
             if key in ("_parameters", "_buffers", "_modules"):
                 continue
             vars(new)[key] = None if key in _FROM_A_TRAINER else self._followed(value, module, new)
+        if not vars(new).keys().isdisjoint(_FROM_A_TRAINER):  # they would warn that it is gone
+            vars(new).update(dict.fromkeys(_SAYING, _nothing))
         return new
 
     def _followed(self, value: Any, module: nn.Module, new: nn.Module) -> Any:
@@ -93,6 +96,10 @@ class _Copier:
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             self._tensors[id(tensor)] = made
         return made
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 def shapes_of(value: Any) -> Any:

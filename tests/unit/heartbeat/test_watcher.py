@@ -104,6 +104,17 @@ def test_an_uncaught_exception_ends_every_rank_with_it(
     assert "rank 0 was at" in printed and "rank 2 was at" in printed
 
 
+def test_a_rank_that_is_leaving_does_not_say_where_it_waits(
+    three: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three.watchers[0]._leaving = True
+    three.watchers[1].tell_died("ValueError: the cause", may_follow=False)
+    three.wait({0, 2})
+    printed = capsys.readouterr().err
+    assert "rank 0 is ended" in printed and "rank 2 was at" in printed
+    assert "rank 0 was at" not in printed
+
+
 def test_an_exception_on_one_rank_only_ends_the_others_after_the_grace(
     three: Group, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,27 @@ def test_a_twin_shares_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call["ids"].is_meta and bool(call["attention_mask"].all()) and call["x"] is None
     with NoCollectives():  # type: ignore[no-untyped-call]
         assert twin(call["ids"]).shape == (2, 9, 257)
+
+
+@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_twin_has_nobody_to_log_to_and_does_not_say_so(
+    namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lightning = pytest.importorskip(namespace)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(4, 4)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = self.net(batch).sum()
+            self.log("loss", loss)
+            self.log_dict({"again": loss})
+            self.print("said")
+            return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = twin_of(Module()).training_step(torch.empty(2, 4, device="meta"), 0)
+    assert loss.is_meta and "said" not in capsys.readouterr().out
