@@ -32,6 +32,7 @@ from shardplug.core.host_copies import copies_for
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
 from shardplug.core.precision import Precision
+from shardplug.core.quantised import settle_compiled_step
 from shardplug.core.root import KeptOutputs, RootCalls
 from shardplug.core.schedule import Schedule
 from shardplug.core.shard import refuse_unshardable, shard_model
@@ -335,6 +336,7 @@ class ZeroEngine:
                 )
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+        settle_compiled_step(optimizer)
         explain_step(optimizer, self.oom)
         optimizer.zero_grad = functools.partial(  # type: ignore[method-assign]
             self._zero_grad,

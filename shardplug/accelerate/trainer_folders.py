@@ -25,6 +25,7 @@ from shardplug.accelerate.states import bare_optimizer
 from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
 from shardplug.checkpoint import manifest as manifests
 from shardplug.checkpoint.collective import from_rank_0, together
+from shardplug.checkpoint.foreign import TRAINER_FOLDER
 from shardplug.checkpoint.frozen_base import describe_base, frozen_base
 from shardplug.checkpoint.plan import LEFT_OUT
 from shardplug.errors import CheckpointError
@@ -38,7 +39,7 @@ __all__ = [
     "save_model_part",
 ]
 
-FOLDER = "pytorch_model_fsdp_and_optimizer"
+FOLDER = TRAINER_FOLDER
 """Our folder in a checkpoint. Trainer looks for both parts of this name before it loads either."""
 
 _STATE = "trainer_state.json"
@@ -244,7 +245,9 @@ def _naming_the_last_whole(folder: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         beside = (p for p in _newest_first(folder.absolute().parent) if p != folder.absolute())
-        found = next((path for path in beside if _why_not_whole(path) is None), None)
+        # One without optimizer state by name does not resume either.
+        sharded = (p for p in beside if any(p.glob("pytorch_model_fsdp*")))
+        found = next((path for path in sharded if _why_not_whole(path) is None), None)
         if found is None:
             raise
         raise CheckpointError(

@@ -12,7 +12,10 @@ from shardplug.checkpoint.commit import MANIFEST, is_leftover
 from shardplug.checkpoint.dcp_folder import DcpFolder
 from shardplug.checkpoint.safetensors_folder import SafetensorsFolder
 
-__all__ = ["Foreign", "foreign_source", "identify"]
+__all__ = ["TRAINER_FOLDER", "Foreign", "foreign_source", "identify"]
+
+TRAINER_FOLDER = "pytorch_model_fsdp_and_optimizer"
+"""The sharded folder inside of a checkpoint of Hugging Face's Trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +177,34 @@ def _dcp(path: Path, names: list[str]) -> Foreign | None:
     return None
 
 
+def _trainer(path: Path, names: list[str]) -> Foreign | None:
+    """A `checkpoint-<step>` of Trainer that has no weights as files, or an adapter's alone."""
+    if not _holds_sharded(path) or _has(names, r"model.*\.safetensors"):
+        return None
+    return Foreign(
+        kind="trainer",
+        description="a checkpoint of Hugging Face's Trainer",
+        advice=f"Pass the sharded folder in it: {path / TRAINER_FOLDER}.",
+    )
+
+
+def _trainer_output(path: Path, names: list[str]) -> Foreign | None:
+    """A Trainer's `output_dir`."""
+    inner = [name for name in names if _holds_sharded(path / name)]
+    if not inner:
+        return None
+    shown = ", ".join(inner[:5]) + (" and more" if len(inner) > 5 else "")
+    return Foreign(
+        kind="trainer_output",
+        description=f"an output_dir of Hugging Face's Trainer, with {shown}",
+        advice=f"Pass the sharded folder in one of them, as {path / inner[0] / TRAINER_FOLDER}.",
+    )
+
+
+def _holds_sharded(path: Path) -> bool:
+    return (path / TRAINER_FOLDER / MANIFEST).is_file()
+
+
 def _hugging_face(path: Path, names: list[str]) -> Foreign | None:
     if "adapter_config.json" in names:
         return Foreign(
@@ -183,10 +214,11 @@ def _hugging_face(path: Path, names: list[str]) -> Foreign | None:
             "is_trainable=True)` before sharding.",
         )
     if _has(names, r".*\.safetensors"):
+        beside = f" The optimizer's state is in {path / TRAINER_FOLDER}."
         return Foreign(
             kind="safetensors",
             description="a folder of safetensors files",
-            advice="Its weights load as they are.",
+            advice="Its weights load as they are." + (beside if _holds_sharded(path) else ""),
             loads=True,
         )
     if _has(names, r"pytorch_model.*\.bin(\.index\.json)?"):
@@ -224,6 +256,8 @@ _FOLDERS: tuple[Callable[[Path, list[str]], Foreign | None], ...] = (
     _deepspeed,
     _accelerate,
     _dcp,
+    _trainer,
+    _trainer_output,
     _hugging_face,
     _checkpoints,
 )

@@ -44,7 +44,10 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optim
     try:
         if "lr" in takes:
             options["lr"] = float(group["lr"])  # a tensor may be on a device
-        with NoCollectives():  # type: ignore[no-untyped-call]  # not every rank may be here
+        # Not every rank may be here, so nothing is sent. A step that the optimizer compiles by
+        # itself (torchao's) is run as it is: compiled under a dispatch mode, torch would note that
+        # it cannot be, and the real steps fail.
+        with torch.compiler.set_stance("force_eager"), NoCollectives():  # type: ignore[no-untyped-call]
             probe = kind([parameter], **options)
             probe.step()
     except Exception as error:  # of a class that is not ours, on options read from its groups

@@ -161,6 +161,34 @@ def test_rows_that_are_no_whole_blocks(pool: RankPool, tmp_path: Path) -> None:
     pool.run(on_three, 3, str(tmp_path))
 
 
+def stances(width: int) -> list[str]:
+    """The stance of torch.compile in a step of each of two ranks, beginning with the default."""
+    seen: list[str] = []
+
+    class Steps(torch.optim.AdamW):
+        __module__ = "torchao.optim.stand_in"
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            eager = torch.compile(lambda: torch.compiler.is_compiling(), backend="eager")
+            seen.append("compiled" if eager() else "as it is")
+
+    torch.compiler.set_stance("default")
+    torch.manual_seed(7)
+    engine = ZeroEngine(ZeroConfig(stage=3))
+    model = engine.shard(nn.Linear(64, width))
+    optimizer = engine.prepare_optimizer(Steps(model.parameters()))
+    with engine.micro_step():
+        model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    return seen[-1:]  # before it stands that of the plan, on rank 0
+
+
+def test_a_step_that_compiles_itself_does_not_where_rows_are_uneven(pool: RankPool) -> None:
+    """torch's cache of compiled code would give a rank the code of another number of rows."""
+    assert pool.run(stances, 2, 4) == [["compiled"]] * 2
+    assert pool.run(stances, 2, 5) == [["as it is"]] * 2
+
+
 class Foreign(torch.optim.Optimizer):
     """Stands for a class that is not installed."""
 

@@ -157,6 +157,18 @@ def test_folders_of_other_tools(tmp_path: Path) -> None:
     assert inspect(tmp_path / "hf").health == "damaged"
 
 
+def test_folders_of_trainer_name_the_sharded_one(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-4"
+    sharded = checkpoint / "pytorch_model_fsdp_and_optimizer"
+    sharded.mkdir(parents=True)
+    (sharded / "manifest.json").touch()
+    (checkpoint / "adapter_config.json").touch()
+    for path in (tmp_path, checkpoint):
+        info = inspect(path)
+        assert not info.loads and str(sharded) in (info.advice or "")
+        assert "Hugging Face's Trainer" in (info.description or "")
+
+
 def test_info_is_frozen(tmp_path: Path) -> None:
     info = inspect(save(tmp_path / "it"))
     with pytest.raises(dataclasses.FrozenInstanceError):

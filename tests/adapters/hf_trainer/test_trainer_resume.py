@@ -109,11 +109,12 @@ def test_no_whole_checkpoint_is_none(tmp_path: Path) -> None:
 def test_a_checkpoint_of_an_unsharded_trainer_is_refused_by_name(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    run(tmp_path / "alone", build(), max_steps=2)
+    run(tmp_path / "alone", build(), max_steps=2, save_steps=1)
     path = str(tmp_path / "alone" / "checkpoint-2")
     for result in pool.run(train, 2, tmp_path / "sharded", "zero3", resume=path):
         assert "optimizer.pt of a Trainer that does not shard" in result["error"]
         assert f'from_pretrained("{path}")' in result["error"]
+        assert "checkpoint-1" not in result["error"], "it would not resume either"
 
 
 def test_without_whole_files_the_export_is_named(

@@ -76,6 +76,28 @@ def test_fits_is_said_only_with_room_to_spare() -> None:
     assert "still 1 MiB too much" in words[2]
 
 
+def test_a_step_that_compiles_itself_is_not_compiled_for_the_plan() -> None:
+    """Under a dispatch mode torch would note that it cannot be compiled; real steps then fail."""
+
+    def update(parameter: torch.Tensor) -> bool:
+        parameter.sub_(1.0)
+        return torch.compiler.is_compiling()
+
+    seen: list[bool] = []
+
+    class Compiled(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            compiled = torch.compile(update, backend="eager", fullgraph=True)
+            seen.extend(compiled(p.detach()) for g in self.param_groups for p in g["params"])
+
+    with torch.no_grad():
+        mine = Compiled([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+        assert kind_of(mine, mine.param_groups[0]).name == "compiled"
+        assert seen == [False]
+        mine.step()
+    assert seen == [False, True]
+
+
 def test_an_optimizer_that_cannot_be_probed_is_taken_for_adam() -> None:
     class Factored(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
