@@ -9,6 +9,7 @@ reaches for a private name.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -22,6 +23,7 @@ from torch.optim import _muon
 from torch.optim import rprop as _rprop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardplug.errors import ModelError
@@ -758,6 +760,15 @@ def own_groups(unit: nn.Module) -> list[Any]:
     """Return the FSDP2 parameter groups of one unit, without those of units inside."""
     assert isinstance(unit, FSDPModule)
     return _groups_of(unit._get_fsdp_state())
+
+
+def before_state_dict(unit: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Run `hook` when `unit.state_dict()` begins, before FSDP2 shards the unit again."""
+    hooks = cast("OrderedDict[int, Any]", unit._state_dict_pre_hooks)
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def gathered_storages(unit: nn.Module) -> list[torch.UntypedStorage]:

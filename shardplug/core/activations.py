@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardplug.core._torch import version_of
 from shardplug.core.host_copies import Copies
 from shardplug.core.saved_tensors import Group, Leaving, Record, Saved, stretch_of
+from shardplug.errors import ConfigError
 
 __all__ = ["LEAST_BYTES", "ActivationOffload"]
 
@@ -90,9 +91,17 @@ class ActivationOffload:
             self._last = self._last.previous
         self._group = Group(self._last)
         self._root_noted = False
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        try:
+            hooks.__enter__()
+        except RuntimeError as error:  # switched off, by torch.func's transforms for one
+            raise ConfigError(
+                'Expected a forward in which offload_activations="cpu" may move what is saved, '
+                f"but torch's saved_tensors_hooks are switched off there ({error}). Leave the "
+                "option out, or call the model outside of that context."
+            ) from error
         self._moves = True
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-        self._hooks.__enter__()
+        self._hooks = hooks
 
     def end(self) -> None:
         """It has ended, or failed."""

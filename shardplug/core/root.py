@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from shardplug.core._torch import (
     CONVERT_BEFORE,
+    before_state_dict,
     changed_layout,
     forwards_so_far,
     register_extra_outputs,
@@ -72,6 +74,7 @@ class RootCalls:
         self._layouts: list[tuple[Any, torch.dtype, torch.device]] = []
         self._depth = 0
         self._held: Counter[FSDPModule] = Counter()
+        self._no_state_dict: dict[FSDPModule, RemovableHandle] = {}
         self._forget_forwards: Callable[[], None] | None = None
         root.register_forward_pre_hook(
             lambda _, args, kwargs: self._enter("forward", args, kwargs),
@@ -127,6 +130,10 @@ class RootCalls:
             for unit in units:
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
+                if unit not in self._no_state_dict:
+                    self._no_state_dict[unit] = before_state_dict(
+                        cast(nn.Module, unit), _refuse_state_dict
+                    )
         except BaseException:
             self.let_go(units)
             raise
@@ -137,6 +144,8 @@ class RootCalls:
         self._held.subtract(units)
         self._held = +self._held
         for unit in units:
+            if unit not in self._held and unit in self._no_state_dict:
+                self._no_state_dict.pop(unit).remove()
             if unit not in self._held and unit is not cast(FSDPModule, self._root):
                 unit.set_reshard_after_forward(self._stage.reshard_after_forward, recurse=False)
         self._reshard()
@@ -216,6 +225,17 @@ class RootCalls:
         """Forget a call that an exception ended."""
         self._depth = 0
         self._forget_forwards = None
+
+
+def _refuse_state_dict(*_: Any) -> None:
+    """FSDP2 shards a unit again before it hands out a state_dict."""
+    raise ScheduleError(
+        "Expected no state_dict() while parameters are held whole (gathered()), as it would give "
+        "this rank's shards and end the gathering. Inside, take the whole parameters: "
+        "{n: p.detach().clone() for n, p in model.named_parameters()}. To save weights leave the "
+        "context, and use the engine's save or full_state_dict, or the framework's own calls, on "
+        "every rank."
+    )
 
 
 class KeptOutputs:

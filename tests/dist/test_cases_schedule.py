@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -391,6 +392,41 @@ def _all(stage: int) -> None:
     _partial_reads(stage)
     for prefetch in (0, 1, 2):
         _skipped_units(stage, prefetch)
+
+
+def _gradient_penalty(stage: int, offload: str) -> None:
+    """Gradients of gradients, where weights are whole between the two backwards."""
+    torch.manual_seed(5)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(64, 1))
+    reference = copy.deepcopy(model)
+    options: dict[str, Any] = {"stage": stage, "offload_activations": offload}
+    engine = ZeroEngine(ZeroConfig(**options, units=("Sequential",)))
+    engine.shard(model)
+
+    def inputs(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(32, 64, generator=generator).requires_grad_()
+
+    def score_and_slope(net: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        score = net(x).square().mean()
+        (slope,) = torch.autograd.grad(score, x, create_graph=True)
+        return score, slope.square().sum()
+
+    for rank in range(engine.world_size):
+        score, slope = score_and_slope(reference, inputs(rank))
+        ((score + slope) / engine.world_size).backward()
+    with engine.micro_step(last=False):
+        score, slope = score_and_slope(model, inputs(engine.rank))
+    with engine.micro_step(last=True):
+        (score + slope).backward()
+    assert_close(gradients(model), gradients(reference), GRADIENTS)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_gradients(pool: RankPool, stage: int, offload: str) -> None:
+    pool.run(_gradient_penalty, 2, stage, offload)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -147,6 +147,19 @@ def parts_and_nesting(stage: int) -> None:
             model(tokens(0, 0, rank))  # of all ranks: other parts come and go
             assert engine.memory()["gathered"] == held
         assert engine.memory()["gathered"] == 0
+    message = "no state_dict"
+    for part in (model, model.lm, model.lm.model.layers[0]):
+        with raises_everywhere(ScheduleError, message), engine.gathered(), engine.gathered(part):
+            try:
+                part.state_dict()
+            finally:  # nothing was sharded again by it
+                assert whole <= engine.memory()["gathered"]
+    with raises_everywhere(ScheduleError, message), engine.gathered():
+        with engine.gathered():
+            pass
+        model.state_dict()
+    assert_sharded(model, plain=1)
+    assert len(model.state_dict()) > 20
     message = "gradients enabled"
     with raises_everywhere(ScheduleError, message), engine.gathered(), torch.enable_grad():
         model(tokens(0, 0, rank))

@@ -119,7 +119,8 @@ def job_of_two_nodes(script: Path, stand_ins: Path, *arguments: str) -> list[str
     bodies = {
         # More than a pipe holds: who closes it after one line ends this with SIGPIPE.
         "scontrol": 'printf "node%05d\\n" {7..30007}',
-        "srun": 'printf "%s\\n" "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$OMP_NUM_THREADS" "$@"',
+        "srun": 'printf "%s\\n" "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$OMP_NUM_THREADS" '
+        '"$SRUN_CPUS_PER_TASK" "$@"',
     }
     for name, body in bodies.items():
         path = stand_ins / name
@@ -131,6 +132,7 @@ def job_of_two_nodes(script: Path, stand_ins: Path, *arguments: str) -> list[str
         "SLURM_NNODES": "2",
         "SLURM_JOB_ID": "41",
         "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "64",
     }
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-e", str(script), *arguments],
@@ -148,8 +150,8 @@ def test_the_slurm_script_on_the_page_starts_torchrun_on_every_node(tmp_path: Pa
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (script,) = (block for block in blocks if "srun torchrun" in block)
     (tmp_path / "job").write_text(script)
-    _, threads, torchrun, *arguments = job_of_two_nodes(tmp_path / "job", tmp_path)
-    assert (torchrun, threads) == ("torchrun", "8")
+    _, threads, cpus, torchrun, *arguments = job_of_two_nodes(tmp_path / "job", tmp_path)
+    assert (torchrun, threads, cpus) == ("torchrun", "8", "64")
     launch = get_args_parser().parse_args(arguments)
     assert (launch.nnodes, launch.nproc_per_node, launch.training_script) == ("2", "8", "train.py")
     assert launch.rdzv_endpoint == "node00007:29500" and launch.rdzv_id == "41"
@@ -158,8 +160,9 @@ def test_the_slurm_script_on_the_page_starts_torchrun_on_every_node(tmp_path: Pa
 def test_the_slurm_script_starts_torchrun_on_every_node(tmp_path: Path) -> None:
     """What srun is given is a launch line that parses."""
     script = ROOT / "recipes/slurm/pretrain_llama.sbatch"
-    own_store, threads, *words = job_of_two_nodes(script, tmp_path, "--steps", "7")
+    own_store, threads, cpus, *words = job_of_two_nodes(script, tmp_path, "--steps", "7")
     assert (own_store, threads) == ("1", "8")  # without the first torch 2.13 fails to restart
+    assert cpus == "64"  # srun takes them from the script's first lines no more
     kill, torchrun, *arguments = words
     assert (kill, torchrun) == ("--kill-on-bad-exit=1", "torchrun")
     launch = get_args_parser().parse_args(arguments)

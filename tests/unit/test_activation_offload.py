@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardplug.core.activation_hooks import follow_model
 from shardplug.core.activations import LEAST_BYTES, ActivationOffload
 from shardplug.core.host_copies import InPlaceCopies
-from shardplug.errors import ModelError
+from shardplug.errors import ConfigError, ModelError
 
 SIDE = 64
 BYTES = SIDE * SIDE * 4
@@ -287,6 +287,20 @@ def test_a_failed_forward_and_one_without_gradients() -> None:
     with torch.no_grad():
         model(x)
     assert moved(offload) == (0, 0)
+
+
+def test_a_forward_without_saved_tensors_hooks_is_refused_by_name(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model, x = Blocks(), leaf(3)
+    offload = followed(model, LateCopies)
+    refused = pytest.raises(ConfigError, match=r"offload_activations.*switched off.*not here")
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), refused:
+        model(x)
+    assert not [w for w in recwarn if "silenced" in str(w.message)]
+    model(x).sum().backward()
+    out, back = moved(offload)
+    assert out == back > 0
 
 
 def test_no_more_originals_are_kept_than_two_blocks_have() -> None:
