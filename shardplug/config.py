@@ -96,11 +96,12 @@ class ZeroConfig:
             tier = getattr(self, name)
             if tier not in ("none", "cpu", "nvme"):
                 raise ConfigError(f'Expected {name} "none", "cpu" or "nvme", got {tier!r}.')
-        if self.offload_activations not in ("none", "cpu"):
-            raise ConfigError(
-                f'Expected offload_activations "none" or "cpu", got {self.offload_activations!r}: '
-                "what is written in each forward and read in each backward is too much for files."
-            )
+        away: object = self.offload_activations
+        if away not in ("none", "cpu"):
+            why = 'write "cpu" to keep them in CPU memory.'
+            if away == "nvme":
+                why = "what each forward writes and each backward reads is too much for files."
+            raise ConfigError(f'Expected offload_activations "none" or "cpu", got {away!r}: {why}')
         if self.offload_params != "none":
             if self.stage != 3:
                 raise ConfigError(

@@ -145,7 +145,6 @@ SEVERAL_NODES = "needs several machines; the ranks that it starts are tested on 
 ONE_PACKAGE = "one package, which the extra for the tests has"
 NOT_RUN = {
     "pip install -c constraints.txt peft": ONE_PACKAGE,
-    "pip install peft": ONE_PACKAGE,
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 "
     "--rdzv-id run1 train.py": SEVERAL_NODES,
     "accelerate launch --config_file recipes/configs/zero3.yaml --num_machines 2 "
