@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -39,6 +39,7 @@ __all__ = [
     "after_root_backward",
     "announce_collectives",
     "attention_by_kernel",
+    "before_state_dict",
     "book_tensors",
     "changed_layout",
     "clamp_all",
@@ -81,6 +82,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "unit_groups",
+    "uncompiled",
     "version_of",
     "written_tensors",
     "without_memory",
@@ -760,6 +762,16 @@ def own_groups(unit: nn.Module) -> list[Any]:
     """Return the FSDP2 parameter groups of one unit, without those of units inside."""
     assert isinstance(unit, FSDPModule)
     return _groups_of(unit._get_fsdp_state())
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run compiled functions as they were written.
+
+    Under a dispatch mode torch compiles nothing, and marks the code it meets as not to be compiled
+    for the rest of the process.
+    """
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def before_state_dict(unit: nn.Module, hook: Callable[..., None]) -> RemovableHandle:

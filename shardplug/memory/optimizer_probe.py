@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardplug.core._torch import uncompiled
 from shardplug.errors import OptimizerError
 from shardplug.memory.optimizers import OPTIMIZERS, OptimizerKind
 from shardplug.memory.twin import NoCollectives
@@ -45,9 +46,8 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optim
         if "lr" in takes:
             options["lr"] = float(group["lr"])  # a tensor may be on a device
         # Not every rank may be here, so nothing is sent. A step that the optimizer compiles by
-        # itself (torchao's) is run as it is: compiled under a dispatch mode, torch would note that
-        # it cannot be, and the real steps fail.
-        with torch.compiler.set_stance("force_eager"), NoCollectives():  # type: ignore[no-untyped-call]
+        # itself (torchao's) is run as it is: compiled under a dispatch mode, the real steps fail.
+        with uncompiled(), NoCollectives():  # type: ignore[no-untyped-call]
             probe = kind([parameter], **options)
             probe.step()
     except Exception as error:  # of a class that is not ours, on options read from its groups

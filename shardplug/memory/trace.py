@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch import tree_leaves, tree_map
+from shardplug.core._torch import tree_leaves, tree_map, uncompiled
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.errors import ModelError
 from shardplug.memory.attention import as_on_device
@@ -101,7 +101,7 @@ def trace_step(
     skipped = set(skipped)
     used: set[str] = set()
     recorder = Recorder()
-    with _restored(model), recorder.settled():
+    with _restored(model), uncompiled(), recorder.settled():
         if settings.checkpointing:
             checkpoint_activations(model, placed.blocks)
         model.train()

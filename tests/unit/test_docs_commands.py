@@ -57,6 +57,7 @@ RUN = {
     ),
     'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")': SLURM_PAGE,
     "export OMP_NUM_THREADS=8": SLURM_PAGE,
+    "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK": SLURM_PAGE,
     'srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --rdzv-backend c10d '
     """--rdzv-endpoint "${nodes%%$'\\n'*}:29500" --rdzv-id "$SLURM_JOB_ID" train.py""": SLURM_PAGE,
     "sbatch recipes/slurm/pretrain_llama.sbatch": (
