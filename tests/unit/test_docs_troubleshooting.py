@@ -29,11 +29,12 @@ def literals() -> Iterator[str]:
 
 
 MESSAGES = list(literals())
-OF_THE_SYSTEM = os.strerror(errno.ENOSPC)
+OF_OTHERS = (os.strerror(errno.ENOSPC), "setStorage: ")
+"""Parts of messages of the system and of torch."""
 QUOTED = [
     (name, text)
     for name, text in re.findall(r"`(\w+Error): ([^`]+)`", PAGE.read_text())
-    if OF_THE_SYSTEM not in text
+    if not any(part in text for part in OF_OTHERS)
 ]
 
 
