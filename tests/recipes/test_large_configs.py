@@ -16,7 +16,8 @@ from tests.recipes.test_recipes import RECIPES, ROOT
 FILES = ("lightning_llama3_70b.yaml", "zero3_infinity_llama3_70b.yaml")
 QUOTED = re.compile(
     r"^# +(shardplug plan .+)\n"
-    r"# +(\w+(?: offload_params=cpu)?) checkpointing: ([\d.]+) GiB of a device, ([\d.]+) GiB of host memory, "
+    r"# +(\w+(?: offload_params=cpu)?) checkpointing: ([\d.]+) GiB of a device, "
+    r"([\d.]+) GiB of host memory, "
     r"([\d.]+) GiB of disk$",
     re.M,
 )

@@ -56,7 +56,8 @@ RUN = {
         "::test_pretraining_as_printed_and_over_nodes_and_after_a_kill"
     ),
     'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")': SLURM_PAGE,
-    "export OMP_NUM_THREADS=8": SLURM_PAGE,
+    "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK": SLURM_PAGE,
+    "export OMP_NUM_THREADS=8 SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK": SLURM_PAGE,
     'srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --rdzv-backend c10d '
     """--rdzv-endpoint "${nodes%%$'\\n'*}:29500" --rdzv-id "$SLURM_JOB_ID" train.py""": SLURM_PAGE,
     "sbatch recipes/slurm/pretrain_llama.sbatch": (
@@ -158,7 +159,6 @@ NOT_RUN = {
     "shardplug plan --auto": "no whole line: lacks the model",
     "accelerate launch --config_file ...": "no whole line",
     "pip install '.[memory,wandb]'": "an install without pins; CI installs with them",
-    "pip install peft": "an install without pins; CI installs with them",
     "pip install --no-deps torchao==0.18.0": "an optional package, used where it is installed",
     "pip install '.[lightning]'": "an install without pins; CI installs with them",
     "pip install '.[accelerate]'": "an install without pins; CI installs with them",
