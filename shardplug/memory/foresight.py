@@ -160,8 +160,9 @@ class Foresight:
             )
 
     def _take(self, plan: RunPlan) -> None:
+        again = "" if self.plan is None else "; replaces the line above: the first step had them"
         self.plan = plan
-        print(f"shardplug: {plan_line(plan)}", flush=True)
+        print(f"shardplug: {plan_line(plan)}{again}", flush=True)
         self._on_plan(plan)
 
     def count(self, batch: Any) -> None:

@@ -201,6 +201,9 @@ def test_every_run_prints_its_plan_at_its_start(pool: RankPool, tmp_path: Path, 
     assert f"micro-batches per step: {MICRO_BATCHES}," in first[-1]
     # Who cannot know the window before the first step says it again.
     assert len(first) == (2 if host in (_plain_fabric, _plain_trainer) else 1), first
+    assert first[-1].endswith("replaces the line above: the first step had them") == (
+        len(first) == 2
+    )
     assert not list(tmp_path.rglob("plan.json")) or host is _lightning_with_a_curve
 
 
