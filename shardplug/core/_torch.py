@@ -287,11 +287,9 @@ class TensorWithoutMemory(torch.Tensor):
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Sum the bytes of the distinct storages behind `tensors`; those in a tier have none."""
     sizes: dict[int, int] = {}
-    for tensor in tensors:
-        local = local_tensor(tensor)
-        if isinstance(local, TensorWithoutMemory):
-            continue
-        for part in _parts(local):
+    for tensor in tensors:  # hundreds, several times a step
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        for part in (local,) if type(local) is torch.Tensor else _parts(local):
             storage = part.untyped_storage()
             if num_bytes := storage.nbytes():
                 sizes[storage.data_ptr()] = num_bytes
@@ -300,7 +298,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that one made of others consists of, as torchao's 8-bit state; else itself."""
-    if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
+    if isinstance(tensor, TensorWithoutMemory):
+        return []
+    if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names: list[str] = tensor.__tensor_flatten__()[0]
     return [part for name in names for part in _parts(getattr(tensor, name))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardplug.config import Tier
 from shardplug.core.stage import Stage
@@ -99,7 +100,7 @@ class Moved:
         return self.gathers + self.reductions + self.replicas
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Walk:
     """The predicted curve of one optimizer step in steady state."""
 
@@ -114,7 +115,7 @@ class Walk:
     activations_host: int = 0
     """The most that they take of CPU memory, where it is not the device's."""
 
-    @property
+    @cached_property
     def peak(self) -> Point:
         """The largest point."""
         return max(self.points, key=lambda point: point.total)

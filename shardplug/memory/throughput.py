@@ -116,7 +116,7 @@ def peak_flops(
 
 
 def costs_of(
-    ranks: Sequence[tuple[int, int, int]], model: tuple[Work, int], peak: float | None
+    ranks: Sequence[Sequence[int]], model: tuple[Work, int], peak: float | None
 ) -> list[dict[str, Any]]:
     """Turn what the ranks did in one step into rates.
 

@@ -247,15 +247,16 @@ class MemoryTracker:
         every = [torch.empty_like(mine) for _ in range(engine.world_size)]
         dist.all_gather(every, mine)
         self._window = {}
-        gathered = torch.stack(every).cpu()
-        if gathered[0, -1]:  # rank 0 decides: sinks and options may differ between the ranks
+        gathered: list[list[int]] = torch.stack(every).tolist()
+        if gathered[0][-1]:  # rank 0 decides: sinks and options may differ between the ranks
             self._foresight.share()
-        table = gathered[:, : -1 - _COSTS].view(engine.world_size, len(PHASES), width)
-        self.total_bytes = int(table[..., _MEASURED].sum(-1).max())
-        self.peak_bytes = int(table[..., -2].max())
+        ranks = [[n[i : i + width] for i in range(0, width * len(PHASES), width)] for n in gathered]
+        seen = [phase for phases in ranks for phase in phases]
+        self.total_bytes = max(sum(phase[i] for i in _MEASURED) for phase in seen)
+        self.peak_bytes = max(phase[-2] for phase in seen)
         if engine.rank == 0:
             costs = costs_of(
-                gathered[:, -1 - _COSTS : -1].tolist(), self._model_work(), self._peak_flops
+                [n[-1 - _COSTS : -1] for n in gathered], self._model_work(), self._peak_flops
             )
             self.last_rows = tuple(
                 MemoryRow(
@@ -265,7 +266,7 @@ class MemoryTracker:
                     **dict(zip(_FIELDS, n, strict=True)),
                     **(costs[rank] if phase == "after_step" else {}),
                 )
-                for rank, phases in enumerate(table.tolist())
+                for rank, phases in enumerate(ranks)
                 for phase, n in zip(PHASES, phases, strict=True)
                 if n[0] >= 0
             )

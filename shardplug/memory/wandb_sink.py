@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from shardplug.memory.row import MemoryRow
@@ -74,11 +74,12 @@ class WandbSink:
         self._known: set[str] = set()
         self._waiting: deque[dict[str, float]] = deque()
         self._plan: RunPlan | None = None
+        self._planned: dict[tuple[int, str], dict[str, float]] = {}  # by rank and phase
         self._open_step: int | None = None  # W&B step of the open row that has values of ours
 
     def expect(self, plan: RunPlan) -> None:
         """Log what was predicted beside what is measured, from the next row on."""
-        self._plan = plan
+        self._plan, self._planned = plan, {}
         config = getattr(self._run, "config", None)
         if config is not None:
             config.update({"shardplug_plan": plan.as_dict()}, allow_val_change=True)
@@ -91,7 +92,7 @@ class WandbSink:
         """Log the rows of one step."""
         if not rows:
             return
-        values = _as_metrics(rows, self._plan)
+        values = _as_metrics(rows, self._predicted)
         for name in values:
             if name not in self._known:
                 self._known.add(name)
@@ -108,6 +109,21 @@ class WandbSink:
             self._run.log(self._waiting.popleft(), commit=False)
             self._open_step = step
 
+    def _predicted(self, row: MemoryRow, measured: Iterable[str]) -> dict[str, float]:
+        """What was planned for each metric of a row that has a plan."""
+        if self._plan is None:
+            return {}
+        key = (row.rank, row.phase)
+        if key not in self._planned:
+            walk = self._plan.walk_of(row.rank)
+            held = predicted_phases(walk)[row.phase]
+            planned = {f"{row.phase}/{kind}_gib": size for kind, size in held.items()}
+            planned[f"{row.phase}/total_gib"] = sum(held.values())
+            planned["peak_gib"] = walk.peak.total
+            self._planned[key] = {name: size / _GIB for name, size in planned.items()}
+        planned_gib = self._planned[key]
+        return {f"{name}_predicted": planned_gib[name] for name in measured if name in planned_gib}
+
     def close(self) -> None:
         """Log what waited for rows of the host; the run itself stays open."""
         if self._waiting and self._run.step == self._open_step:
@@ -116,7 +132,10 @@ class WandbSink:
             self._run.log(self._waiting.popleft(), commit=True)
 
 
-def _as_metrics(rows: Sequence[MemoryRow], plan: RunPlan | None) -> dict[str, float]:
+def _as_metrics(
+    rows: Sequence[MemoryRow],
+    predicted: Callable[[MemoryRow, Iterable[str]], dict[str, float]],
+) -> dict[str, float]:
     values: dict[str, float] = {_STEP: rows[0].step}
     largest: dict[str, float] = {}
     for row in rows:
@@ -127,8 +146,7 @@ def _as_metrics(rows: Sequence[MemoryRow], plan: RunPlan | None) -> dict[str, fl
         }
         # Peaks grow towards the end of a step: the last phase has the step's.
         own["peak_gib"] = row.peak_bytes / _GIB
-        if plan is not None:
-            own |= _predicted(row, plan, own)
+        own |= predicted(row, list(own))
         for name, value in own.items():
             values[f"memory_rank{row.rank}/{name}"] = value
             largest[name] = max(value, largest.get(name, 0.0))
@@ -141,13 +159,3 @@ def _as_metrics(rows: Sequence[MemoryRow], plan: RunPlan | None) -> dict[str, fl
         **{f"memory/{name}": value for name, value in largest.items()},
         **{f"throughput/{name}": sum(each) / len(each) for name, each in costs.items()},
     }
-
-
-def _predicted(row: MemoryRow, plan: RunPlan, measured: dict[str, float]) -> dict[str, float]:
-    """What was planned for each metric of a row that has a plan."""
-    walk = plan.walk_of(row.rank)
-    held = predicted_phases(walk)[row.phase]
-    planned = {f"{row.phase}/{kind}_gib": size for kind, size in held.items()}
-    planned[f"{row.phase}/total_gib"] = sum(held.values())
-    planned["peak_gib"] = walk.peak.total
-    return {f"{name}_predicted": planned[name] / _GIB for name in measured if name in planned}

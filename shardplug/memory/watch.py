@@ -59,12 +59,12 @@ class Watch:
         self._said: set[str] = set()
         self._rising: dict[int, _Rising] = {}
         self._plan: RunPlan | None = None
-        self._books: list[dict[str, dict[str, int]]] = []
+        self._books: dict[int, dict[str, dict[str, int]]] = {}  # by id of the plan's curve
 
     def expect(self, plan: RunPlan) -> None:
         """Hold the rows to come against a plan."""
         self._plan = plan
-        self._books = [predicted_books(walk) for walk in plan.walks]
+        self._books = {id(walk): predicted_books(walk) for walk in plan.walks}
 
     def look(self, rows: Sequence[MemoryRow]) -> list[Finding]:
         """Return what is new in the rows of one step."""
@@ -83,8 +83,8 @@ class Watch:
         if self._plan is None:
             return []
         found = []
-        peak = self._plan.walk_of(row.rank).peak
-        books = self._books[self._plan.walks.index(self._plan.walk_of(row.rank))]
+        walk = self._plan.walk_of(row.rank)
+        peak, books = walk.peak, self._books[id(walk)]
         for kind, planned in books[row.phase].items():
             measured = row.by_kind[kind]
             if measured > (1 + self._share) * planned and measured - planned > _LEAST:
