@@ -19,7 +19,9 @@ from shardplug.memory import (
     RunPlan,
     Walk,
     WandbSink,
+    wandb_sink,
 )
+from shardplug.memory.run_plan import predicted_phases
 from tests.unit.memory.fakes import make_rows
 from tests.unit.memory.wandb_file import read_history, read_records
 
@@ -112,6 +114,30 @@ def test_predicted_stands_beside_measured_and_alerts_are_sent(run: Any, tmp_path
         u.key for r in records if r.WhichOneof("record_type") == "config" for u in r.config.update
     ]
     assert "shardplug_plan" in keys
+
+
+def test_the_plan_of_a_row_is_worked_out_once_and_anew_for_a_better_plan(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Walk] = []
+
+    def phases_of(walk: Walk) -> dict[str, dict[str, int]]:
+        asked.append(walk)
+        return predicted_phases(walk)
+
+    monkeypatch.setattr(wandb_sink, "predicted_phases", phases_of)
+    sink = WandbSink(run, host_passes_step=False)
+    for gib in (1, 2):
+        held = {**dict.fromkeys(PLAN_KINDS, 0), "gradients": gib * GIB}
+        phases = dict.fromkeys(("after_forward", "after_backward", "after_step"), held)
+        sink.expect(RunPlan(walks=(Walk((Point("step", "", 0, held),), phases, Moved(0, 0, 0)),)))
+        for step in range(3):
+            sink.write(make_rows(3 * gib + step))
+    sink.close()
+    run.finish()
+    assert len(asked) == 2 * 2 * len(PHASES)  # plans, ranks and phases, whatever the steps
+    rows = [row for row in read_history(tmp_path) if "memory/step" in row]
+    assert [r["memory/after_step/gradients_gib_predicted"] for r in rows] == [1.0] * 3 + [2.0] * 3
 
 
 @pytest.mark.parametrize("first", [0, 1])
