@@ -58,6 +58,8 @@ def _messages(raw: bytes) -> Iterator[bytes]:
             continue
         _, length, kind = _HEADER.unpack_from(raw, position)
         position += _HEADER.size
+        if position + length > len(raw):
+            return  # W&B is still writing it
         message += raw[position : position + length]
         position += length
         if kind in (_FULL, _LAST):
