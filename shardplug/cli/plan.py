@@ -31,7 +31,6 @@ from shardplug.memory import (
 __all__ = ["add_arguments", "run"]
 
 _GIB = 2**30
-_ROOM = {"memory": "host-memory", "disks": "nvme"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,12 +112,12 @@ def _print_configuration(found: Plan, best: Choice) -> None:
     """Print what to paste, and what it takes: the table is not there to say so."""
     room = found.request.room
     takes = [f"{best.device / _GIB:.2f} GiB of each device"]
-    for size, given, what in (
-        (best.host, room.host_gib, "memory"),
-        (best.disk, room.nvme_gib, "disks"),
+    for size, given, what, option in (
+        (best.host, room.host_gib, "memory", "--host-memory"),
+        (best.disk, room.nvme_gib, "disks", "--nvme"),
     ):
         if size:
-            unknown = "" if given is not None else f", of which --{_ROOM[what]} says nothing"
+            unknown = "" if given is not None else f", of which {option} says nothing"
             takes.append(f"{size / _GIB:.2f} GiB of a node's {what}{unknown}")
     print(f"# {best.name}: {'; '.join(takes)}\n")
     if found.request.lora is not None:

@@ -16,7 +16,7 @@ from shardplug.config import ZeroConfig
 from shardplug.errors import ConfigError
 from shardplug.memory.choices import GIB, Choice, Room
 from shardplug.memory.limits import ControlGroup, headroom
-from shardplug.memory.observed import Call, Running
+from shardplug.memory.observed import Call, Running, settings_of
 from shardplug.memory.optimizer_probe import likely_kind
 from shardplug.memory.optimizers import OptimizerKind
 from shardplug.memory.plan import Plan
@@ -281,9 +281,7 @@ def _explained(found: Plan, config: ZeroConfig) -> str:
     """Say what was taken, and why each faster choice was not."""
 
     def is_taken(choice: Choice) -> bool:
-        names: tuple[str, ...] = ("stage", "offload_optimizer", "offload_params")
-        names = (*names, "activation_checkpointing", "offload_activations")
-        return all(getattr(choice, name) == getattr(config, name) for name in names)
+        return settings_of(choice) == settings_of(config)
 
     taken = next(choice for choice in found.choices if is_taken(choice))
     room = found.request.room

@@ -114,31 +114,22 @@ class Running:
 
     def choice(self, found: Plan) -> Choice | None:
         """Return the choice of a plan that runs, or None where the plan does not have it."""
-        wanted = (
-            self.config.stage,
-            self.config.offload_optimizer,
-            self.config.offload_params,
-            self.config.activation_checkpointing,
-            self.config.offload_activations,
-        )
-        for choice in found.choices:
-            if wanted == settings_of(choice):
-                return choice
-        return None
+        wanted = settings_of(self.config)
+        return next((choice for choice in found.choices if settings_of(choice) == wanted), None)
 
     def _loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         output = getattr(model, self.call.method)(*batch["args"], **batch["kwargs"])
         return loss_of(output, batch).value
 
 
-def settings_of(choice: Choice) -> tuple[Any, ...]:
-    """Return the settings of a choice: stage, the two tiers, checkpointing, activations' place."""
+def settings_of(chosen: Choice | ZeroConfig) -> tuple[Any, ...]:
+    """Return what a plan chooses: stage, the two tiers, checkpointing, activations' place."""
     return (
-        choice.stage,
-        choice.offload_optimizer,
-        choice.offload_params,
-        choice.activation_checkpointing,
-        choice.offload_activations,
+        chosen.stage,
+        chosen.offload_optimizer,
+        chosen.offload_params,
+        chosen.activation_checkpointing,
+        chosen.offload_activations,
     )
 
 

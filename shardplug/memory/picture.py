@@ -226,7 +226,8 @@ def _draw_phases(axes: Axes, shown: list[MemoryRow]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-_STATE_TIERS = tuple(k for k in TIER_KINDS if k not in ("staging", "activations_cpu"))
+_NO_STATES = ("staging", "activations_cpu")
+_STATE_TIERS = tuple(kind for kind in TIER_KINDS if kind not in _NO_STATES)
 
 
 def _state_bytes(row: MemoryRow) -> int:
@@ -252,7 +253,7 @@ def _draw_predicted(
     _, states_scale = _unit(max(_state_bytes(row) for row in shown))
     for place, phase in enumerate(present):
         held = planned[phase]
-        states = sum(held[k] for k in IN_BOOKS if k not in ("staging", "activations_cpu"))
+        states = sum(held[kind] for kind in IN_BOOKS if kind not in _NO_STATES)
         left.hlines(states / states_scale, place - 0.45, place + 0.45, color="black", ls="--")
     edges, rows = _phase_edges(shown)
     totals = [sum(planned[row.phase].values()) / scale for row in rows]

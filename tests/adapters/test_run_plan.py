@@ -40,6 +40,16 @@ def _with_accelerate(folder: Path, zero: str) -> RunPlan | None:
     return tracker.plan
 
 
+def _fabric_steps(run: Any, model: Any, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        for micro in range(MICRO_BATCHES):
+            batch = tokens(step, micro, run.global_rank)
+            with run.no_backward_sync(model, enabled=micro != MICRO_BATCHES - 1):
+                run.backward(lm_loss(model(batch), batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _with_fabric(folder: Path, zero: str) -> RunPlan | None:
     pytest.importorskip("lightning")
     from tests.adapters.fabric.test_fabric import fabric
@@ -48,13 +58,7 @@ def _with_fabric(folder: Path, zero: str) -> RunPlan | None:
     model = seeded_model()
     model, optimizer = run.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     tracker = MemoryTracker(run.strategy.engine, [JsonlSink(folder / "memory.jsonl")])
-    for step in range(3):
-        for micro in range(MICRO_BATCHES):
-            batch = tokens(step, micro, run.global_rank)
-            with run.no_backward_sync(model, enabled=micro != MICRO_BATCHES - 1):
-                run.backward(lm_loss(model(batch), batch))
-        optimizer.step()
-        optimizer.zero_grad()
+    _fabric_steps(run, model, optimizer, 3)
     tracker.close()
     return tracker.plan
 
@@ -150,13 +154,7 @@ def _plain_fabric(folder: Path) -> None:
     run = fabric("zero3")
     model = seeded_model()
     model, optimizer = run.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    for step in range(2):
-        for micro in range(MICRO_BATCHES):
-            batch = tokens(step, micro, run.global_rank)
-            with run.no_backward_sync(model, enabled=micro != MICRO_BATCHES - 1):
-                run.backward(lm_loss(model(batch), batch))
-        optimizer.step()
-        optimizer.zero_grad()
+    _fabric_steps(run, model, optimizer, 2)
 
 
 def _plain_lightning(folder: Path, curve: bool = False) -> None:

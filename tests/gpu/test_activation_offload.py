@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import socket
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
@@ -19,19 +16,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 WIDTH, TOKENS, BLOCKS = 512, 4096, 12
 MIB = 2**20
-
-
-@pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
-        monkeypatch.setenv(name, value)
-    dist.init_process_group("nccl", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Block(nn.Module):

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardplug import ZeroConfig, ZeroEngine
 from tests.support.models import TinyLM, lm_loss, tokens
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
-        monkeypatch.setenv(name, value)
-    dist.init_process_group("nccl", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(
