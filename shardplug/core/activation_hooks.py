@@ -10,6 +10,7 @@ from torch import nn
 
 from shardplug.core._torch import gathered_storages
 from shardplug.core.activations import ActivationOffload
+from shardplug.core.hooks import outside_of_graphs
 from shardplug.errors import ModelError
 
 __all__ = ["follow_model"]
@@ -52,7 +53,7 @@ def _entering(
         if is_block:
             offload.enter_block()
 
-    return _outside_of_graphs(hook)
+    return outside_of_graphs(hook)
 
 
 def _leaving(offload: ActivationOffload, is_last: bool) -> Callable[..., None]:
@@ -60,10 +61,4 @@ def _leaving(offload: ActivationOffload, is_last: bool) -> Callable[..., None]:
         if torch.is_grad_enabled():
             offload.leave_block(is_last)
 
-    return _outside_of_graphs(hook)
-
-
-def _outside_of_graphs(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep a hook out of the graphs of compiled blocks."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled
+    return outside_of_graphs(hook)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardplug.core._torch import leave_unused_inputs_alone, register_extra_outputs
+from shardplug.core.hooks import outside_of_graphs
 
 __all__ = ["UnitArguments"]
 
@@ -44,7 +45,7 @@ class _Call:
 
 
 def _before(calls: list[_Call]) -> Callable[..., None]:
-    return lambda _, args, kwargs: calls.append(_Call(args, kwargs))
+    return outside_of_graphs(lambda _, args, kwargs: calls.append(_Call(args, kwargs)))
 
 
 def _inside(calls: list[_Call]) -> Callable[..., None]:
@@ -58,7 +59,7 @@ def _inside(calls: list[_Call]) -> Callable[..., None]:
         if torch.is_grad_enabled():
             leave_unused_inputs_alone(args, kwargs)
 
-    return hook
+    return outside_of_graphs(hook)
 
 
 def _pair(old: Any, new: Any, found: list[tuple[Any, Any, dict[int, tuple[Any, Any]]]]) -> None:
@@ -104,4 +105,4 @@ def _after(calls: list[_Call], resharded: bool) -> Callable[..., None]:
         if resharded and torch.is_grad_enabled():
             register_extra_outputs(unit, added)
 
-    return hook
+    return outside_of_graphs(hook)

@@ -23,6 +23,7 @@ from shardplug.core._torch import (
     reshard_own,
     resting_layouts,
 )
+from shardplug.core.hooks import outside_of_graphs
 from shardplug.core.stage import Stage
 from shardplug.errors import ModelError, ScheduleError
 
@@ -77,11 +78,11 @@ class RootCalls:
         self._no_state_dict: dict[FSDPModule, RemovableHandle] = {}
         self._forget_forwards: Callable[[], None] | None = None
         root.register_forward_pre_hook(
-            lambda _, args, kwargs: self._enter("forward", args, kwargs),
+            outside_of_graphs(lambda _, args, kwargs: self._enter("forward", args, kwargs)),
             prepend=True,
             with_kwargs=True,
         )
-        root.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        root.register_forward_hook(outside_of_graphs(lambda *_: self._leave()), always_call=True)
         for name in methods:
             setattr(root, name, self._followed(name, getattr(root, name)))
 
@@ -250,7 +251,8 @@ class KeptOutputs:
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         for unit in units:
-            unit.register_forward_hook(_KeptOutputsHook(self._LEARNING_PASSES))
+            look = _KeptOutputsHook(self._LEARNING_PASSES).look
+            unit.register_forward_hook(outside_of_graphs(look))
 
 
 class _KeptOutputsHook:
@@ -258,7 +260,7 @@ class _KeptOutputsHook:
         self._passes_left = passes
         self._keeps = False
 
-    def __call__(self, unit: nn.Module, args: Any, output: Any) -> None:
+    def look(self, unit: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or not (self._keeps or self._passes_left):
             return
         self._passes_left = max(0, self._passes_left - 1)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardplug.core.hooks import outside_of_graphs
 from shardplug.memory.remedies import gib
 from shardplug.memory.run_plan import FirstStep, RunPlan, RunPlanner
 from shardplug.memory.running import RunningEngine
@@ -104,8 +105,9 @@ class Foresight:
         for model in getattr(self._engine, "models", ()) if self._listens else ():
             if id(model) not in self._hooked:
                 self._hooked.add(id(model))
+                hook = outside_of_graphs(self._on_call)
                 self._handles.append(
-                    model.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True)
+                    model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 )
 
     def stop_listening(self) -> None:

@@ -104,3 +104,78 @@ SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)]
 @pytest.mark.parametrize("stage", [*SLOW, 3])
 def test_compiled_blocks_train_as_in_one_process(pool: RankPool, stage: int) -> None:
     pool.run(_all, 2, stage, timeout=200)
+
+
+class _Spied(nn.Module):
+    """A block that fills a list it is given, and keeps a tensor: every hook has work to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 5)
+        self.aside: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, router: list[torch.Tensor]) -> torch.Tensor:
+        x = torch.tanh(self.up(x))
+        self.aside = x.mean()
+        router.append(x.sum())
+        return x
+
+
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Spied() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        router: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, router)
+        return x.mean() + sum(router)
+
+
+def _hooks_are_not_traced(whole: bool, offload: bool) -> None:
+    from shardplug.core import activation_hooks, arguments, root
+
+    torch._dynamo.reset()
+    seen: dict[str, list[bool]] = {}
+
+    def spy(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(name, []).append(torch.compiler.is_dynamo_compiling())
+            return real(*args, **kwargs)
+
+        patch.setattr(owner, name, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        spy(root, "_tensors")
+        spy(root.RootCalls, "_enter")
+        spy(root.RootCalls, "_leave")
+        spy(arguments, "_Call")
+        spy(arguments, "_pair")
+        spy(arguments, "register_extra_outputs")
+        spy(activation_hooks, "gathered_storages")
+        torch.manual_seed(7)
+        model = _Stack()
+        options: Any = {"offload_activations": "cpu"} if offload else {}
+        engine = ZeroEngine(ZeroConfig(stage=3, units=("_Spied",), **options))
+        engine.shard(model)
+        counters.clear()
+        for module in (model,) if whole else model.blocks:
+            module.compile(backend="eager")
+        optimizer = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            with engine.micro_step():
+                model(torch.ones(2, 5)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert counters["frames"]["ok"] > 0, "nothing was compiled"
+    assert len(seen) == 6 + offload, sorted(seen)
+    traced = sorted(name for name, calls in seen.items() if any(calls))
+    assert not traced, f"Dynamo looked into the hooks that call {traced}"
+
+
+@pytest.mark.parametrize(("whole", "offload"), [(False, False), (False, True), (True, False)])
+def test_hooks_stay_out_of_graphs(pool: RankPool, whole: bool, offload: bool) -> None:
+    pool.run(_hooks_are_not_traced, 2, whole, offload)
