@@ -128,5 +128,21 @@ def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     """Count an operation's floating point operations as torch's FlopCounterMode does."""
     from torch.utils.flop_counter import flop_registry
 
-    formula = flop_registry.get(getattr(func, "overloadpacket", None))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+    packet = getattr(func, "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    return int(formula(*_with_all_heads(str(packet), args), **kwargs, out_val=output))
+
+
+def _with_all_heads(name: str, args: Any) -> Any:
+    """Give keys and values the queries' heads, which torch before 2.13 needs to count attention.
+
+    Grouped-query attention computes with each head of the keys once per query head of its group.
+    """
+    if not name.startswith("aten._scaled_dot_product"):
+        return args
+    first = 1 if name.endswith("_backward") else 0  # the gradient of the output comes first
+    heads = args[first].shape[1]
+    grown = (value[:, :1].expand(-1, heads, -1, -1) for value in args[first + 1 : first + 3])
+    return (*args[: first + 1], *grown, *args[first + 3 :])

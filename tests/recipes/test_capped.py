@@ -52,7 +52,7 @@ def test_losses_are_those_of_a_run_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_limit_is_one(tmp_path: Path) -> None:
-    small = start(tmp_path, "--in-memory", "--size", "100m", "--memory-gib", "0.75")
+    small = start(tmp_path, "--in-memory", "--size", "100m", "--memory-gib", "1.1")
     nowhere = start(tmp_path, "--steps", "1")
     _, errors = small.communicate(timeout=250)
     assert small.returncode != 0

@@ -15,6 +15,13 @@ from tests.support.models import lm_loss, tokens
 from tests.support.pool import RankPool
 
 
+def whole(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in net.named_parameters()
+    }
+
+
 def train_mixed(precision: str, stage: int, low_weights: bool) -> dict[str, Any]:
     kwargs: dict[str, Any] = {}
     if precision == "fp16":
@@ -24,7 +31,7 @@ def train_mixed(precision: str, stage: int, low_weights: bool) -> dict[str, Any]
     if low_weights:
         net = net.to(torch.bfloat16)  # as checkpoints come
     net, optimizer = acc.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    start = whole(net)
     dtypes = set()
     inside: list[torch.dtype] = []
     net.blocks[0].up.register_forward_hook(lambda m, a, out: inside.append(out.dtype))
@@ -41,9 +48,8 @@ def train_mixed(precision: str, stage: int, low_weights: bool) -> dict[str, Any]
         losses.append(acc.reduce(loss.detach(), "mean").item())
         assert not acc.optimizer_step_was_skipped, step
     dtypes |= {p.dtype for p in net.parameters()}
-    moved = [(p.detach() != start[name]).float() for name, p in net.named_parameters()]
-    whole = [m.full_tensor() if hasattr(m, "full_tensor") else m for m in moved]
-    share = sum(float(m.sum()) for m in whole) / sum(m.numel() for m in whole)
+    moved = [(value != start[name]).float() for name, value in whole(net).items()]
+    share = sum(float(m.sum()) for m in moved) / sum(m.numel() for m in moved)
     plain = acc.unwrap_model(net, keep_fp32_wrapper=False)
     assert plain is net and "forward" not in plain.__dict__
     return {"losses": losses, "dtypes": dtypes, "inside": set(inside), "moved": share}

@@ -35,6 +35,7 @@ for ending in ("return", "raise", "interrupt"):
         if ending == "raise":
             raise ValueError("as asked")
         if ending == "interrupt":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell ignore it
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()
         sys.exit(0)
