@@ -6,23 +6,27 @@ A fresh pair of processes costs about 7 CPU seconds of imports, a resident one a
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 MAX_RANKS = 4
 
 
 class RankError(AssertionError):
-    """A rank raised; the message holds the traceback of the first rank that did."""
+    """A rank raised, hung or died; the message holds the first one's traceback or stack."""
 
 
 class RankPool:
@@ -30,6 +34,8 @@ class RankPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
+        self._stacks: list[Path] = []
+        """Where each worker writes its threads' stacks when it is ended, or asked to."""
 
     def run(
         self,
@@ -68,17 +74,21 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout=timeout if not errors else 20.0)
             if not ready:
-                self.close()
                 stuck = sorted(waiting.values())
                 text = errors[0][1] if errors else "no rank raised"
+                text += "".join(self._where(rank) for rank in stuck)
+                self.close()
                 raise RankError(f"Ranks {stuck} hung; first error: {text}")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
                 try:
                     ok, value = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    ok, value = expect_death, "the process died"
-                    value = None if expect_death else value
+                    ok, value = expect_death, None
+                    if not expect_death:
+                        chosen[rank][0].join(5)
+                        code = chosen[rank][0].exitcode
+                        value = f"the process died, code {code}\n{self._stacks[rank].read_text()}"
                 if ok:
                     results[rank] = value
                 else:
@@ -87,6 +97,8 @@ class RankPool:
             self.close()
         if errors:
             rank, text = errors[0]
+            for other, its in errors[1:]:
+                text += f"\nRank {other}, later: ...{its[-1000:]}"
             raise RankError(f"Rank {rank} of {world_size} failed ({len(errors)} did):\n{text}")
         return results
 
@@ -97,10 +109,18 @@ class RankPool:
         context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "shardplug"])
         while len(self._workers) < count:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            stacks = Path(tempfile.mkdtemp(prefix="stacks-"), "stacks")
+            process = context.Process(target=_serve, args=(theirs, stacks), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+            self._stacks.append(stacks)
+
+    def _where(self, rank: int) -> str:
+        """Return the stacks of a rank that hangs."""
+        os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
+        time.sleep(1)
+        return f"\nRank {rank} was at:\n{self._stacks[rank].read_text()[-6000:]}"
 
     def close(self) -> None:
         """End every worker; the next run starts new ones."""
@@ -112,12 +132,16 @@ class RankPool:
                 process.kill()
                 process.join()
         self._workers.clear()
+        self._stacks.clear()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, stacks: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    crash = stacks.open("w")
+    faulthandler.enable(crash)
+    faulthandler.register(signal.SIGUSR1, crash)
     torch.set_num_threads(1)
     home = tempfile.mkdtemp(prefix="rank-home-")
     os.chdir(home)

@@ -9,6 +9,7 @@ import torch
 
 from shardplug.errors import ConfigError
 from shardplug.memory import PEAK_TFLOPS
+from shardplug.memory.recorder import flops_of
 from shardplug.memory.throughput import Work, costs_of, peak_flops, work_of
 
 IDS = torch.zeros(3, 7, dtype=torch.int64)
@@ -90,3 +91,31 @@ def test_no_time_no_rates_and_no_peak_no_mfu() -> None:
     assert costs_of([(0, 5, 1), (7, 5, 1)], (Work(5, 1), 10), None) == [{}, {}]
     (found,) = costs_of([(10**9, 5, 1)], (Work(), 0), None)
     assert (found["tokens_per_second"], found["flops_per_second"], found["mfu"]) == (5.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_grouped_queries_are_counted_by_every_torch(
+    monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    from torch.utils.flop_counter import flop_registry
+
+    forward = torch.ops.aten._scaled_dot_product_flash_attention
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    if strict:  # as torch before 2.13 has them: keys have as many heads as queries, or it raises
+
+        def forward_strict(q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
+            assert q.shape[1] == k.shape[1] == v.shape[1]
+            return 4 * q.numel() * k.shape[2]
+
+        def backward_strict(g: Any, q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
+            assert q.shape[1] == k.shape[1] == v.shape[1]
+            return 10 * q.numel() * k.shape[2]
+
+        monkeypatch.setitem(flop_registry, forward, forward_strict)
+        monkeypatch.setitem(flop_registry, backward, backward_strict)
+    q = torch.empty(2, 8, 32, 16, device="meta")
+    for heads in (8, 2):
+        k = torch.empty(2, heads, 32, 16, device="meta")
+        assert flops_of(forward.default, (q, k, k), {}, q) == 4 * q.numel() * 32
+        # The scores again, and two products for each of the forward's two.
+        assert flops_of(backward.default, (q, q, k, k), {}, q) == 10 * q.numel() * 32
