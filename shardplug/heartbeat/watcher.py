@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +30,7 @@ __all__ = ["Watcher"]
 
 _KEY = "shardplug-heartbeat"
 _EXIT_CODE = 1
+_FRAMES = 12  # of the stack, said of a rank that does not come on
 _ALL_NAMED = 64  # ranks, up to which each knows all others' processes
 
 
@@ -75,6 +78,7 @@ class Watcher:
         self._gone_since: float | None = None
         self._last_round = time.monotonic()
         self._moved = (0, time.monotonic())
+        self._noticed = 0  # the progress at which this rank has last said where it is
         self._raised = 0  # exceptions that this rank has told of
         self._deadlines: dict[tuple[int, int], float] = {}
         self._outgoing: list[tuple[str, str, threading.Event]] = []
@@ -244,10 +248,14 @@ class Watcher:
             if now - self._last_round > self._silence:
                 self._end(self._store_is_silent(now - self._last_round))
             stall = self._limits.stall_seconds
+            still = now - self._moved[1]
             if self.progress != self._moved[0]:
                 self._moved = (self.progress, now)
-            elif stall is not None and self.progress and now - self._moved[1] > stall:
-                self._send("verdict", self._describe_stall(now - self._moved[1]))
+            elif self._noticed != self.progress and still > self._limits.notice_seconds:
+                self._noticed = self.progress
+                print(self._describe_place(still), file=sys.stderr, flush=True)
+            elif stall is not None and self.progress and still > stall:
+                self._send("verdict", f"{self._describe_stall(still)} (SHARDPLUG_STALL_SECONDS)")
                 self._ended.wait(self._limits.grace_seconds)
 
     def _excuse_all_after(self, before: float, now: float) -> None:
@@ -318,9 +326,18 @@ class Watcher:
         return f"{who} {how}" + ("" if silent is None else f", silent for {silent:.0f} s")
 
     def _describe_stall(self, seconds: float) -> str:
+        ended = f"rank {self._rank} has ended no forward, backward or step for {seconds:.0f} s"
+        return f"{ended}; it had ended {self.progress}"
+
+    def _describe_place(self, seconds: float) -> str:
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        inner = len(stack) - 3
+        shown = [f for n, f in enumerate(stack) if n >= inner or _is_told(f.filename)][-_FRAMES:]
+        place = " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in shown)
         return (
-            f"rank {self._rank} has ended no forward, backward or step for {seconds:.0f} s "
-            f"(SHARDPLUG_STALL_SECONDS); it had ended {self.progress}"
+            f"shardplug: {self._describe_stall(seconds)}. It is at {place}. If this is no long "
+            "load, evaluation or save, the ranks wait for each other: a call that belongs on every "
+            "rank was made on some. SHARDPLUG_STALL_SECONDS=1800 ends a job that stands so long."
         )
 
     def _key(self, name: str) -> str:
@@ -329,3 +346,9 @@ class Watcher:
     def _get(self, name: str) -> str:
         value: bytes = self._connection.get(self._key(name))
         return value.decode()
+
+
+def _is_told(file: str) -> bool:
+    """Whether a frame of this file is the user's or ours."""
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    return "shardplug" in Path(file).parts or not file.startswith((*libraries, "<"))

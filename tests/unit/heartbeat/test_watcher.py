@@ -186,6 +186,28 @@ def test_a_stall_is_an_alarm_only_when_asked_for(capsys: pytest.CaptureFixture[s
     group.close()
 
 
+def test_ranks_that_do_not_come_on_say_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    group = Group(2, dataclasses.replace(QUICK, notice_seconds=2.0))
+    time.sleep(2.5)
+    assert "has ended no" not in capsys.readouterr().err, "not before the first phase"
+    group.watchers[1].progress = 7
+    said = ""
+    deadline = time.monotonic() + 10
+    while "has ended no" not in said:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        said += capsys.readouterr().err
+    time.sleep(2.5)
+    said += capsys.readouterr().err
+    assert said.count("rank 1 has ended no forward, backward or step for 2 s") == 1, said
+    assert "test_watcher.py" in said and "SHARDPLUG_STALL_SECONDS=1800" in said
+    assert "site-packages" not in said and group.ended == {}
+    group.watchers[1].progress = 8  # it came on, and stands again
+    time.sleep(3.5)
+    assert "rank 1 has ended no forward" in capsys.readouterr().err
+    group.close()
+
+
 def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
     here = Process.own()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
