@@ -31,6 +31,7 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     compiled = os.path.join(outside, f"torchinductor_{getpass.getuser()}")  # torch's own cache
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
     folder = tempfile.mkdtemp(prefix="shardplug-tests-")
+    os.chmod(folder, 0o711)  # some tests act as another user in a folder below
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     # After multiprocessing has removed its own folder, at -100. Other processes that are just
     # ending may still write into it.

@@ -83,8 +83,9 @@ def _totals(events: list[dict[str, Any]]) -> Iterator[tuple[float, int]]:
     for event in memory:
         size, address = event["args"]["Bytes"], event["args"]["Addr"]
         if size > 0:
+            # An address that is handed out again was freed, by a thread that was not watched.
+            total += size - sizes.get(address, 0)
             sizes[address] = size
-            total += size
         else:
             total -= sizes.pop(address, 0)
         yield event["ts"], total

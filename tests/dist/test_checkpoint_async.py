@@ -151,8 +151,8 @@ def _in_turn(root: str) -> None:
     with held_back() as gate:
         save(run, f"{root}/first")
         run.engine.background.after(lambda: done.append("first"))
-        threading.Timer(0.3, gate.set).start()
         assert not os.path.exists(f"{root}/first")
+        threading.Timer(0.3, gate.set).start()
         run.engine.save(
             f"{root}/second",
             optimizers=[run.optimizer],
@@ -354,6 +354,7 @@ def rank_main(rank, case):
     if case == "exits":
         sys.exit(3)
     if case == "destroys":
+        dist.barrier()  # else a rank that is late meets one that has failed and is gone
         dist.destroy_process_group()
 
 ranks = {}

@@ -6,11 +6,12 @@ import builtins
 import errno
 import io
 import os
+import pathlib
 import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -98,7 +99,11 @@ def failing(
                 raise OSError(code, os.strerror(code), f"fault in {name}")
         return original(*args, **kwargs)
 
-    with mock.patch.object(os, name, call):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(os, name, call))
+        held = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10's paths hold the functions
+        if hasattr(held, name):
+            patches.enter_context(mock.patch.object(held, name, staticmethod(call)))
         yield hits
 
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -70,6 +73,7 @@ class RankPool:
             pipe.send((rank, world_size, port, os.path.join(store, "store"), group_timeout, job))
         results: list[Any] = [None] * world_size
         errors: list[tuple[int, str]] = []
+        died = False
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(chosen)}
         while waiting:
             ready = wait(list(waiting), timeout=timeout if not errors else 20.0)
@@ -84,6 +88,7 @@ class RankPool:
                 try:
                     ok, value = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
+                    died = True
                     ok, value = expect_death, None
                     if not expect_death:
                         chosen[rank][0].join(5)
@@ -93,7 +98,7 @@ class RankPool:
                     results[rank] = value
                 else:
                     errors.append((rank, value))
-        if errors or any(not process.is_alive() for process, _ in chosen):
+        if errors or died:
             self.close()
         if errors:
             rank, text = errors[0]
@@ -150,7 +155,7 @@ def _serve(pipe: Connection, stacks: Path) -> None:
             rank, world_size, port, store, group_timeout, job = pipe.recv()
         except EOFError:
             return
-        keep = dict(os.environ)
+        keep, hook = dict(os.environ), sys.excepthook
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
@@ -174,7 +179,7 @@ def _serve(pipe: Connection, stacks: Path) -> None:
             dist.barrier()
             torch.manual_seed(1234)
             fn, args, kwargs = pickle.loads(job)
-            with contextlib.redirect_stdout(output):
+            with warnings.catch_warnings(), contextlib.redirect_stdout(output):
                 value = fn(*args, **kwargs)
             message = (True, value)
         except BaseException:
@@ -185,4 +190,9 @@ def _serve(pipe: Connection, stacks: Path) -> None:
                     dist.destroy_process_group()
             os.environ.clear()
             os.environ.update(keep)
+            sys.excepthook = hook  # torch puts one more around it for each process group
+            multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
+            fn = args = kwargs = value = None
+            gc.collect()  # else what this job leaves goes at some moment of a later one
+            gc.freeze()  # what is left is modules: the next collection need not look at them
         pipe.send(message)

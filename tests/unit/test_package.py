@@ -31,8 +31,8 @@ import importlib, pathlib, pkgutil, sys
 import shardplug
 home = pathlib.Path(sys.argv[1]).resolve()
 names = ["shardplug", "shardplug.cli", "shardplug.checkpoint", "shardplug.memory"]
-names += [f"shardplug.tiers.{one.name}" for one in pkgutil.iter_modules([home / "tiers"])]
-names += [f"shardplug.core.{one.name}" for one in pkgutil.iter_modules([home / "core"])]
+names += [f"shardplug.tiers.{one.name}" for one in pkgutil.iter_modules([f"{home}/tiers"])]
+names += [f"shardplug.core.{one.name}" for one in pkgutil.iter_modules([f"{home}/core"])]
 for name in names:
     assert home in pathlib.Path(importlib.import_module(name).__file__).resolve().parents, name
 print(len(names))

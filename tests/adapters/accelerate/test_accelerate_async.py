@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def save_beside_training(root: str) -> None:
         with pytest.raises(CheckpointError, match=r"rank 1: .*No space left"):
             for _ in range(100):
                 step(acc, net, optimizer)
+                time.sleep(0.05)  # the other rank's file may be slow to reach the disk
     acc.wait_for_everyone()
     assert names(root) == ["checkpoint_1"], "nothing was removed for it"
     with held_saves() as gate:

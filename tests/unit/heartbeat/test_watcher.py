@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from shardplug.heartbeat import Limits
 from shardplug.heartbeat.process import Process
 from shardplug.heartbeat.watcher import Watcher
 
-QUICK = Limits(silence_seconds=2.0, grace_seconds=0.6)
+QUICK = Limits(silence_seconds=2.0, grace_seconds=2.0)
 
 
 class Group:
@@ -83,7 +84,7 @@ def test_the_rank_with_the_store_stays_until_the_others_have_left(three: Group) 
     assert not three.watchers[0]._all_left.is_set()
     three.watchers[1].leave()
     three.watchers[0].leave()
-    assert three.watchers[0]._all_left.is_set() and not three.ended
+    assert three.watchers[0]._all_left.wait(5) and not three.ended
 
 
 def test_ranks_that_beat_and_ranks_that_leave_are_no_alarm(three: Group) -> None:
@@ -126,7 +127,7 @@ def test_an_exception_on_one_rank_only_ends_the_others_after_the_grace(
 def test_an_exception_on_every_rank_is_left_to_them(three: Group) -> None:
     for watcher in three.watchers:
         watcher.tell_raised("ValueError: everywhere")
-    time.sleep(1.5)
+    time.sleep(3.0)
     assert three.ended == {}
     three.watchers[0].tell_raised("ValueError: the second, only here")
     three.wait({1, 2})
@@ -170,7 +171,7 @@ def test_a_silent_store_ends_the_rank_that_asks_it(capsys: pytest.CaptureFixture
     asleep = threading.Event()
     watcher._round = lambda beats: asleep.wait(20)  # type: ignore[assignment,return-value,method-assign]
     group.wait({0})
-    assert "has not answered for 2 s" in capsys.readouterr().err
+    assert re.search(r"has not answered for [2-5] s", capsys.readouterr().err)
     asleep.set()
     group.close()
 
@@ -191,21 +192,27 @@ def test_ranks_that_do_not_come_on_say_where_they_are(capsys: pytest.CaptureFixt
     time.sleep(2.5)
     assert "has ended no" not in capsys.readouterr().err, "not before the first phase"
     group.watchers[1].progress = 7
-    said = ""
-    deadline = time.monotonic() + 10
-    while "has ended no" not in said:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-        said += capsys.readouterr().err
+    said = _printed(capsys, "has ended no")
     time.sleep(2.5)
     said += capsys.readouterr().err
-    assert said.count("rank 1 has ended no forward, backward or step for 2 s") == 1, said
+    assert said.count("has ended no forward, backward or step") == 1, said
+    assert re.search(r"rank 1 has ended no forward, backward or step for [2-5] s", said), said
     assert "test_watcher.py" in said and "SHARDPLUG_STALL_SECONDS=1800" in said
     assert "site-packages" not in said and group.ended == {}
     group.watchers[1].progress = 8  # it came on, and stands again
-    time.sleep(3.5)
-    assert "rank 1 has ended no forward" in capsys.readouterr().err
+    assert "rank 1 has ended no forward" in _printed(capsys, "has ended no")
     group.close()
+
+
+def _printed(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    """Wait for words on stderr; return all that came."""
+    said = ""
+    deadline = time.monotonic() + 10
+    while words not in said:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+        said += capsys.readouterr().err
+    return said
 
 
 def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
