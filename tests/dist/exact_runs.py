@@ -272,9 +272,14 @@ def launch(framework: str, root: Path, attempt: str, kill_at: int | None) -> Non
     ]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + 200
+    deadline, one_is_dead = time.monotonic() + 200, False
     while any(process.is_alive() for process in ranks):
-        if any(process.exitcode for process in ranks) or time.monotonic() > deadline:
+        if not one_is_dead and any(process.exitcode for process in ranks):
+            one_is_dead = True
+            # The others may still write their last line. `join` would wait for a dead rank's
+            # loader workers too.
+            deadline = min(deadline, time.monotonic() + 10)
+        if time.monotonic() > deadline:
             for process in ranks:
                 process.kill()
         time.sleep(0.05)

@@ -136,7 +136,7 @@ class Watch:
         self.seen.clear()
         if self._rank == 0:
             self._board["save_began"] = time.monotonic_ns()
-        self._board["saves"] += self._rank == 0
+            self._board["saves"] += 1
 
     def enter(self, phase: str) -> None:
         self.phase = phase

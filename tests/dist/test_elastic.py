@@ -17,6 +17,7 @@ import torch
 
 from tests.dist.elastic_run import FAULT_AT, GLOBAL_BATCHES, SAVE_EVERY, STEPS
 from tests.support.models import TinyLM, lm_loss, tokens
+from tests.support.processes import Processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,9 +38,11 @@ def reference() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def torchrun(folder: Path, fault: str, *options: str) -> subprocess.Popen[str]:
+def torchrun(
+    processes: Processes, folder: Path, fault: str, *options: str
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", *options]
-    return subprocess.Popen(
+    return processes.start(
         [*command, "-m", "tests.dist.elastic_run", str(folder), fault],
         # torch 2.13 else keeps the store of the attempt before, and gloo the addresses in it.
         env={
@@ -49,10 +52,16 @@ def torchrun(folder: Path, fault: str, *options: str) -> subprocess.Popen[str]:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         },
         cwd=ROOT,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
     )
+
+
+def accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def assert_continued(folder: Path, attempt: int, world_size: int) -> None:
@@ -69,9 +78,11 @@ def assert_continued(folder: Path, attempt: int, world_size: int) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_killed_rank_restarts_the_job(tmp_path: Path) -> None:
-    process = torchrun(tmp_path, "kill", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, output[-4000:]
+    options = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    with Processes() as processes:
+        process = torchrun(processes, tmp_path, "kill", *options)
+        output, _ = process.communicate(timeout=180)
+        assert process.returncode == 0, output[-4000:]
     assert_continued(tmp_path, attempt=1, world_size=2)
 
 
@@ -87,23 +98,19 @@ def test_a_lost_machine_leaves_the_job_to_the_others(tmp_path: Path) -> None:
         *("--rdzv-id=elastic", f"--rdzv-endpoint=127.0.0.1:{port}"),
         "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
     )
-    stays = torchrun(tmp_path, "machine", "--local-addr=127.0.0.1", *options)
-    time.sleep(2)  # the one that stays holds the rendezvous
-    goes = torchrun(tmp_path, "machine", "--local-addr=127.0.0.1", *options)
-    try:
-        lost = tmp_path / "machine-lost"
+    with Processes() as processes:
+        stays = torchrun(processes, tmp_path, "machine", "--local-addr=127.0.0.1", *options)
         deadline = time.monotonic() + 150
+        while not accepts(port):  # the one that stays is to hold the rendezvous
+            assert time.monotonic() < deadline and stays.poll() is None
+            time.sleep(0.1)
+        goes = torchrun(processes, tmp_path, "machine", "--local-addr=127.0.0.1", *options)
+        lost = tmp_path / "machine-lost"
         while not lost.exists():
             assert time.monotonic() < deadline and stays.poll() is None
             time.sleep(0.1)
         goes.send_signal(signal.SIGKILL)
         output, _ = stays.communicate(timeout=140)
         assert stays.returncode == 0, output[-4000:]
-    finally:
-        for process in (stays, goes):
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
     (note,) = tmp_path.glob("note-*.json")
     assert_continued(tmp_path, attempt=int(note.stem.partition("-")[2]), world_size=1)

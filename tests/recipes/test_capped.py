@@ -11,17 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import Processes
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "train_capped.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start(processes: Processes, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return processes.start(
         [sys.executable, str(RECIPE), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=folder,  # a report of the failure is written there
     )
@@ -29,19 +28,19 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_losses_are_those_of_a_run_in_memory(tmp_path: Path) -> None:
     found = {}
-    started = {  # one process each, side by side
-        name: start(
-            tmp_path, *arguments, "--steps", "3", "--report", str(tmp_path / f"{name}.json")
-        )
-        for name, arguments in {
-            "memory": ("--in-memory",),
-            "files": ("--nvme-path", str(tmp_path), "--memory-gib", "2"),
-        }.items()
+    asked = {
+        "memory": ("--in-memory",),
+        "files": ("--nvme-path", str(tmp_path), "--memory-gib", "2"),
     }
-    for name, process in started.items():
-        _, errors = process.communicate(timeout=250)
-        assert process.returncode == 0, errors
-        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    with Processes() as processes:
+        started = {}  # one process each, side by side
+        for name, arguments in asked.items():
+            report = ("--report", str(tmp_path / f"{name}.json"))
+            started[name] = start(processes, tmp_path, *arguments, "--steps", "3", *report)
+        for name, process in started.items():
+            _, errors = process.communicate(timeout=250)
+            assert process.returncode == 0, errors
+            found[name] = json.loads((tmp_path / f"{name}.json").read_text())
     losses = {name: [row["loss"] for row in report["steps"]] for name, report in found.items()}
     assert len(losses["files"]) == 3 and losses["files"] == losses["memory"]
     # At rest no parameter is in memory; the swap folder is gone.
@@ -52,11 +51,13 @@ def test_losses_are_those_of_a_run_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_limit_is_one(tmp_path: Path) -> None:
-    small = start(tmp_path, "--in-memory", "--size", "100m", "--memory-gib", "1.1")
-    nowhere = start(tmp_path, "--steps", "1")
-    _, errors = small.communicate(timeout=250)
-    assert small.returncode != 0
-    assert (tmp_path / "out_of_memory.txt").stat().st_size > 500
-    assert re.search(r"MemoryError|can't allocate memory|bad_alloc|Cannot allocate", errors)
-    _, errors = nowhere.communicate(timeout=250)
-    assert nowhere.returncode == 2 and "Expected --nvme-path or --in-memory" in errors
+    with Processes() as processes:
+        limited = ("--size", "100m", "--memory-gib", "1.1")
+        small = start(processes, tmp_path, "--in-memory", *limited)
+        nowhere = start(processes, tmp_path, "--steps", "1")
+        _, errors = small.communicate(timeout=250)
+        assert small.returncode != 0
+        assert (tmp_path / "out_of_memory.txt").stat().st_size > 500
+        assert re.search(r"MemoryError|can't allocate memory|bad_alloc|Cannot allocate", errors)
+        _, errors = nowhere.communicate(timeout=250)
+        assert nowhere.returncode == 2 and "Expected --nvme-path or --in-memory" in errors

@@ -10,6 +10,7 @@ import pytest
 
 from tests.recipes.test_recipes import environment, read_lines
 from tests.support.printed import ROOT, commands, fences, on_this_interpreter
+from tests.support.processes import Processes
 
 DOCS = ROOT / "docs"
 SMALL = ["--seq_length", "48", "--held_out_rows", "8"]
@@ -18,25 +19,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(command: list[str], folder: Path) -> str:
-    return output_of(start(command, folder))
+    with Processes() as processes:
+        return output_of(start(processes, command, folder))
 
 
-def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        env=environment(),
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(processes: Processes, command: list[str], folder: Path) -> subprocess.Popen[str]:
+    # torch 2.11 else takes one port for every torchrun of a machine.
+    return processes.start(command, env=environment() | {"PET_STANDALONE": "1"}, cwd=folder)
 
 
 def output_of(process: subprocess.Popen[str]) -> str:
-    try:
-        output, errors = process.communicate(timeout=600)
-    finally:
-        process.kill()
+    output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, f"{process.args}\n{output[-2000:]}{errors[-5000:]}"
     return output
 
@@ -72,11 +65,12 @@ def test_export(tmp_path: Path) -> None:
     train, look, export = commands(DOCS / "guides" / "export.md")[:3]
     clone(tmp_path)
     run([*on_this_interpreter(train), *SMALL, "--wandb", "off", "--accelerator", "cpu"], tmp_path)
-    looking, exporting = (
-        start(on_this_interpreter(command), tmp_path) for command in (look, export)
-    )
-    assert "* a resumed run takes step-00020.ckpt" in output_of(looking)
-    output_of(exporting)
+    with Processes() as processes:
+        looking, exporting = (
+            start(processes, on_this_interpreter(command), tmp_path) for command in (look, export)
+        )
+        assert "* a resumed run takes step-00020.ckpt" in output_of(looking)
+        output_of(exporting)
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     assert (tmp_path / "exported" / "tokenizer.json").is_file()
 
@@ -109,14 +103,16 @@ def test_plans() -> None:
     printed = {c for page in ("README.md", "docs/guides/plan.md") for c in commands(ROOT / page)}
     plans = [c[c.index("shardplug plan") :] for c in printed if "plan" in c and "llama-3.1-8b" in c]
     assert len(plans) == 3
-    started = [  # side by side: each is one process
-        start(
-            on_this_interpreter(plan),
-            ROOT if "recipes/configs" in plan else ROOT / "recipes" / "configs",
-        )
-        for plan in plans
-    ]
-    for plan, process in zip(plans, started, strict=True):
-        said = output_of(process)
-        size = "8.04 billion" if "--lora" in plan else "8.03 billion"
-        assert f"{size} parameters" in said and "the fastest that fits" in said, plan
+    with Processes() as processes:
+        started = [  # side by side: each is one process
+            start(
+                processes,
+                on_this_interpreter(plan),
+                ROOT if "recipes/configs" in plan else ROOT / "recipes" / "configs",
+            )
+            for plan in plans
+        ]
+        for plan, process in zip(plans, started, strict=True):
+            said = output_of(process)
+            size = "8.04 billion" if "--lora" in plan else "8.03 billion"
+            assert f"{size} parameters" in said and "the fastest that fits" in said, plan

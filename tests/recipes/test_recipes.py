@@ -20,6 +20,8 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests.support.processes import Processes
+
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 CONFIGS = sorted((RECIPES / "configs").rglob("*.yaml"))
@@ -81,18 +83,16 @@ class Runs:
         path = self.folder / f"jobs_{len(list(self.folder.glob('jobs_*.json')))}.json"
         path.write_text(json.dumps(jobs))
         command = [sys.executable, str(Path(__file__).with_name("run_many.py")), str(path)]
-        ranks = []
-        for rank in range(world_size):
-            env = environment() | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-            log = path.with_suffix(f".{rank}.log").open("w")
-            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-            log.close()
-        try:
+        with Processes() as processes:
+            ranks = []
+            for rank in range(world_size):
+                env = environment() | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+                with path.with_suffix(f".{rank}.log").open("w") as log:
+                    ranks.append(
+                        processes.start(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+                    )
             codes = [process.wait(timeout=800) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
         logs = [path.with_suffix(f".{r}.log").read_text()[-5000:] for r in range(world_size)]
         assert codes == [0] * world_size, "\n".join(logs)
 
@@ -272,22 +272,20 @@ def test_paths_that_do_not_exist_are_one_error_on_every_rank(tmp_path):
         ("accelerate", 0, ["--data", "nothing.jsonl"], "error: Expected --data to be"),
         ("accelerate", 1, ["--data", "nothing.jsonl"], "error: Expected --data to be"),
     ]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, COMMANDS[recipe][-1 if recipe == "accelerate" else 0], *options],
-            env=environment() | {"RANK": str(rank), "WORLD_SIZE": "2"},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-        )
-        for recipe, rank, options, _ in bad
-    ]
-    for process, (*_, message) in zip(processes, bad, strict=True):
-        _, errors = process.communicate(timeout=300)
-        assert errors.count(message) == 1, errors
-        assert process.returncode == 2
-        assert "Traceback" not in errors
+    with Processes() as processes:
+        started = [
+            processes.start(
+                [sys.executable, COMMANDS[recipe][-1 if recipe == "accelerate" else 0], *options],
+                env=environment() | {"RANK": str(rank), "WORLD_SIZE": "2"},
+                cwd=tmp_path,
+            )
+            for recipe, rank, options, _ in bad
+        ]
+        for process, (*_, message) in zip(started, bad, strict=True):
+            _, errors = process.communicate(timeout=300)
+            assert errors.count(message) == 1, errors
+            assert process.returncode == 2
+            assert "Traceback" not in errors
     assert not list(tmp_path.rglob("*.ckpt"))
 
 

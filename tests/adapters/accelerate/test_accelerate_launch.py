@@ -17,6 +17,7 @@ import shardplug.run
 from shardplug import ZeroConfig
 from shardplug.checkpoint import is_checkpoint
 from tests.adapters.accelerate.scripts import native
+from tests.support.processes import Processes
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -31,24 +32,20 @@ def launch(config: str, *command: str, **environment: str) -> subprocess.Complet
         *("--mixed_precision", "no"),
         *command,
     ]
-    return ended(start("-m", "accelerate.commands.launch", *arguments, **environment))
+    with Processes() as processes:
+        launcher = ("-m", "accelerate.commands.launch")
+        return ended(start(processes, *launcher, *arguments, **environment))
 
 
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start(processes: Processes, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return processes.start(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
     )
 
 
 def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        output, errors = process.communicate(timeout=240)
-    finally:
-        process.kill()
+    output, errors = process.communicate(timeout=240)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
@@ -100,9 +97,10 @@ def test_an_unmodified_script_is_sharded_and_equals_one_process(tmp_path: Path) 
 def test_an_unmodified_trainer_script_equals_one_process(tmp_path: Path) -> None:
     script = str(SCRIPTS / "trainer.py")
     alone, together = tmp_path / "alone", tmp_path / "together"
-    one = start(script, str(alone), "4")  # while the launcher imports what it needs
-    process = launch("zero3.yaml", "-m", "shardplug.run", script, str(together), "2")
-    expected = result(ended(one), alone)
+    with Processes() as processes:
+        one = start(processes, script, str(alone), "4")  # while the launcher imports what it needs
+        process = launch("zero3.yaml", "-m", "shardplug.run", script, str(together), "2")
+        expected = result(ended(one), alone)
     found = result(process, together)
     assert process.stdout.count("shardplug: ZeRO stage 3 over 2 ranks") == 2  # two Trainers
     assert (expected["class"], expected["sharded"]) == ("accelerate.accelerator", 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.processes import Processes
 
 MIB = 2**20
 SCRIPT = Path(__file__).with_name("load_rank.py")
@@ -58,21 +59,19 @@ def test_each_rank_takes_its_shard_the_largest_tensor_and_64_mib(tmp_path):
         "PYTHONPATH": str(SCRIPT.parents[3]),
     }
     command = [sys.executable, str(SCRIPT)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store"), str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
     results = []
-    for rank in ranks:
-        out, errors = rank.communicate(timeout=110)
-        assert rank.returncode == 0, errors
-        results.append(json.loads(out))
+    with Processes() as processes:
+        ranks = [
+            processes.start(
+                [*command, str(rank), "2", str(tmp_path / "store"), str(tmp_path)],
+                env=environment,
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            out, errors = rank.communicate(timeout=110)
+            assert rank.returncode == 0, errors
+            results.append(json.loads(out))
     for result in results:
         print(result)
         assert result["elements"] > 195e6

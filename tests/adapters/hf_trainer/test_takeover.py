@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import accelerate
 import pytest
 import transformers.trainer
+
+from tests.support.processes import Processes
 
 ORDERS = {
     "shardplug last": "import transformers.trainer as t, accelerate, shardplug",
@@ -30,24 +31,19 @@ except shardplug.ConfigError as error:
 """
 
 
-def start(code: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.timeout(200)
 def test_names_are_replaced_in_every_order_of_imports() -> None:
     launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "shardplug:zero3"}
-    started = {name: start(f"{code}{CHECK}", **launched) for name, code in ORDERS.items()}
-    for name, process in started.items():
-        output, errors = process.communicate(timeout=150)
-        assert process.returncode == 0, f"{name}: {errors[-3000:]}"
-        assert "Expected shardplug to be the only engine, got deepspeed=" in output, name
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **launched}
+    with Processes() as processes:
+        started = {
+            name: processes.start([sys.executable, "-c", f"{code}{CHECK}"], env=env)
+            for name, code in ORDERS.items()
+        }
+        for name, process in started.items():
+            output, errors = process.communicate(timeout=150)
+            assert process.returncode == 0, f"{name}: {errors[-3000:]}"
+            assert "Expected shardplug to be the only engine, got deepspeed=" in output, name
 
 
 def test_other_processes_keep_what_they_have() -> None:

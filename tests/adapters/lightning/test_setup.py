@@ -23,26 +23,22 @@ from tests.adapters.lightning.modules import (
     trainer,
     whole,
 )
+from tests.support.processes import Processes
 
 ROOT = Path(__file__).parents[3]
 
 
-def start_python(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start_python(processes: Processes, code: str, *arguments: str) -> subprocess.Popen[str]:
+    return processes.start(
         [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
 
 
-def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    process = start_python(code, *arguments, **environment)
-    try:
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    with Processes() as processes:
+        process = start_python(processes, code)
         output, errors = process.communicate(timeout=100)
-    finally:
-        process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
@@ -304,14 +300,15 @@ COMMAND_LINES = [
 
 def test_lightning_cli() -> None:
     """By name and by class path, side by side."""
-    started = [
-        start_python(CLI.format(first=first), *arguments, *QUIET)
-        for first, arguments, _ in COMMAND_LINES
-    ]
-    for process, (_, arguments, expected) in zip(started, COMMAND_LINES, strict=True):
-        output, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, f"{arguments}: {errors[-3000:]}"
-        assert "ZeroStrategy ZeroConfig(" in output and expected in output, output
+    with Processes() as processes:
+        started = [
+            start_python(processes, CLI.format(first=first), *arguments, *QUIET)
+            for first, arguments, _ in COMMAND_LINES
+        ]
+        for process, (_, arguments, expected) in zip(started, COMMAND_LINES, strict=True):
+            output, errors = process.communicate(timeout=100)
+            assert process.returncode == 0, f"{arguments}: {errors[-3000:]}"
+            assert "ZeroStrategy ZeroConfig(" in output and expected in output, output
 
 
 LAUNCHED = """

@@ -53,21 +53,22 @@ def test_other_and_peak_follow_real_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
     engine, sink = FakeEngine(), ListSink()
     MemoryTracker(engine, [sink])
-    kept = torch.ones(64 * MIB, dtype=torch.uint8)
-    passing = torch.ones(128 * MIB, dtype=torch.uint8)
+    kept = torch.ones(256 * MIB, dtype=torch.uint8)
+    passing = torch.ones(512 * MIB, dtype=torch.uint8)
     del passing
     engine.step()
     del kept
     engine.step()
     engine.step()
     forward = sink.steps[0][0]
-    # Resident memory is rough; blocks this large are mapped and given back one by one.
-    assert forward.other_bytes > 56 * MIB
-    assert forward.peak_bytes - forward.total_bytes > 112 * MIB
-    assert forward.held_bytes > 64 * MIB
+    # Resident memory is rough, and other threads change it too; blocks this large are mapped and
+    # given back one by one.
+    assert forward.other_bytes > 224 * MIB
+    assert forward.peak_bytes - forward.total_bytes > 448 * MIB
+    assert forward.held_bytes > 256 * MIB
     last = sink.steps[2][0]
-    assert last.other_bytes < forward.other_bytes - 48 * MIB
-    assert last.peak_bytes < forward.peak_bytes - 100 * MIB  # each step has a peak of its own
+    assert last.other_bytes < forward.other_bytes - 192 * MIB
+    assert last.peak_bytes < forward.peak_bytes - 400 * MIB  # each step has a peak of its own
 
 
 def test_books_above_what_is_resident_leave_no_negative_other() -> None:
