@@ -101,6 +101,7 @@ def _all(stage: int) -> None:
 SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)]
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("stage", [*SLOW, 3])
 def test_compiled_blocks_train_as_in_one_process(pool: RankPool, stage: int) -> None:
     pool.run(_all, 2, stage, timeout=200)
