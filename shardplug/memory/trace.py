@@ -10,7 +10,7 @@ Repeated blocks are traced once: see `repeat`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +135,18 @@ def trace_step(
             recorder.add(Mark.END)
             del value
             kept.clear()
-    return Trace(tuple(recorder.events), frozenset(used), len(placed.blocks) - len(skipped))
+    events = tuple(_with_bytes(recorder.events))
+    return Trace(events, frozenset(used), len(placed.blocks) - len(skipped))
+
+
+def _with_bytes(events: Sequence[Event]) -> Iterator[Event]:
+    """Leave out storages of no bytes, which wrappers of a block make though it hands on."""
+    made = (Mark.ALLOCATE, Mark.AWAY)
+    empty = {event.number for event in events if event.mark in made and not event.size}
+    empty -= {event.size for event in events if event.mark is Mark.GRADIENT}
+    for event in events:
+        if event.mark not in (*made, Mark.FREE) or event.number not in empty:
+            yield event
 
 
 def _hand_on(first: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
