@@ -28,7 +28,8 @@ class Limits:
     """A job whose ranks live but end no forward, backward or step for this long; None: never."""
 
     notice_seconds: float = 300.0
-    """After this long without the end of a forward, backward or step a rank says where it is."""
+    """After this long without the end of a forward, backward or step a rank says where it is, or
+    after three times the longest so far."""
 
     busy_factor: float = 10.0
     """A silent process of the same machine that runs (something in it holds Python's lock) has

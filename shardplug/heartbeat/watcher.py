@@ -79,6 +79,7 @@ class Watcher:
         self._last_round = time.monotonic()
         self._moved = (0, time.monotonic())
         self._noticed = 0  # the progress at which this rank has last said where it is
+        self._longest = 0.0  # seconds from one progress to the next
         self._raised = 0  # exceptions that this rank has told of
         self._deadlines: dict[tuple[int, int], float] = {}
         self._outgoing: list[tuple[str, str, threading.Event]] = []
@@ -250,13 +251,18 @@ class Watcher:
             stall = self._limits.stall_seconds
             still = now - self._moved[1]
             if self.progress != self._moved[0]:
+                self._longest = max(self._longest, still) if self._moved[0] else 0.0
                 self._moved = (self.progress, now)
-            elif self._noticed != self.progress and still > self._limits.notice_seconds:
+            elif self._noticed != self.progress and still > self._notice_after():
                 self._noticed = self.progress
                 print(self._describe_place(still), file=sys.stderr, flush=True)
             elif stall is not None and self.progress and still > stall:
                 self._send("verdict", f"{self._describe_stall(still)} (SHARDPLUG_STALL_SECONDS)")
                 self._ended.wait(self._limits.grace_seconds)
+
+    def _notice_after(self) -> float:
+        """Seconds until a rank says where it is; steps from files may take many minutes."""
+        return max(self._limits.notice_seconds, 3 * self._longest)
 
     def _excuse_all_after(self, before: float, now: float) -> None:
         """Start all clocks anew where this process was stopped itself, as then maybe all were."""

@@ -199,7 +199,11 @@ def test_ranks_that_do_not_come_on_say_where_they_are(capsys: pytest.CaptureFixt
     assert re.search(r"rank 1 has ended no forward, backward or step for [2-5] s", said), said
     assert "test_watcher.py" in said and "SHARDPLUG_STALL_SECONDS=1800" in said
     assert "site-packages" not in said and group.ended == {}
-    group.watchers[1].progress = 8  # it came on, and stands again
+    group.watchers[1].progress = 8  # it came on after more than 4 s, and stands again
+    time.sleep(3.5)
+    assert "has ended no" not in capsys.readouterr().err, "it has been slower before"
+    assert group.watchers[1]._notice_after() > 12
+    group.watchers[1]._longest = 0.5
     assert "rank 1 has ended no forward" in _printed(capsys, "has ended no")
     group.close()
 
