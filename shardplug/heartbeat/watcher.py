@@ -299,11 +299,11 @@ class Watcher:
             threading.Event().wait()  # the other thread is at it
         if self._raised:  # its own exception is on its way out
             self._ended.wait(self._limits.grace_seconds)
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = _main_stack()
         words = f"shardplug: rank {self._rank} is ended, as the job is. First cause: {cause}\n"
-        if frame is not None and not self._leaving:  # else it waits in leave(), which says nothing
-            stack = "".join(traceback.format_stack(frame)[-8:])
-            words += f"shardplug: rank {self._rank} was at\n{stack}\n"
+        if stack and not self._leaving:  # else it waits in leave(), which says nothing
+            lines = "".join(traceback.format_list(stack[-8:]))
+            words += f"shardplug: rank {self._rank} was at\n{lines}\n"
         print(words, end="", file=sys.stderr, flush=True)
         for process in self._others.values():
             process.kill(self._own)  # a stopped one would stay behind, and hold its memory
@@ -336,10 +336,10 @@ class Watcher:
         return f"{ended}; it had ended {self.progress}"
 
     def _describe_place(self, seconds: float) -> str:
-        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        inner = len(stack) - 3
-        shown = [f for n, f in enumerate(stack) if n >= inner or _is_told(f.filename)][-_FRAMES:]
-        place = " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in shown)
+        stack = _main_stack()
+        shown = [f for f in stack[:-3] if _is_told(f.filename)] + stack[-3:]
+        frames = (f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in shown[-_FRAMES:])
+        place = " > ".join(frames)
         return (
             f"shardplug: {self._describe_stall(seconds)}. It is at {place}. If this is no long "
             "load, evaluation or save, the ranks wait for each other: a call that belongs on every "
@@ -354,7 +354,14 @@ class Watcher:
         return value.decode()
 
 
+def _main_stack() -> list[traceback.FrameSummary]:
+    """Where the main thread is, the innermost frame last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [] if frame is None else list(traceback.extract_stack(frame))
+
+
 def _is_told(file: str) -> bool:
     """Whether a frame of this file is the user's or ours."""
-    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-    return "shardplug" in Path(file).parts or not file.startswith((*libraries, "<"))
+    paths = sysconfig.get_paths()
+    libraries = (paths["stdlib"], paths["purelib"], paths["platlib"], "<")
+    return "shardplug" in Path(file).parts or not file.startswith(libraries)

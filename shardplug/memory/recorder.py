@@ -13,7 +13,7 @@ import torch
 from shardplug.core._torch import TorchDispatchMode, is_read_of_value
 from shardplug.memory.known import KnownValues
 
-__all__ = ["Event", "Mark", "Recorder", "flops_of"]
+__all__ = ["MADE", "Event", "Mark", "Recorder", "flops_of"]
 
 
 class Mark(IntEnum):
@@ -30,6 +30,10 @@ class Mark(IntEnum):
     LOSS = 8  # the forward has ended, the backward begins
     END = 9  # the backward has ended
     AWAY = 10  # number: storage, size: bytes; as ALLOCATE, but in CPU memory
+
+
+MADE = (Mark.ALLOCATE, Mark.AWAY)
+"""Marks of a storage that begins."""
 
 
 class Event(NamedTuple):

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from shardplug.memory.layout import Placed
+from shardplug.memory.recorder import MADE
 from shardplug.memory.trace import Batch, Event, Loss, Mark, Trace, TraceSettings, trace_step
 
 __all__ = ["trace_model"]
 
-_MADE = (Mark.ALLOCATE, Mark.AWAY)
 _FEWEST = 5  # two at each end, and one that is not traced
 
 
@@ -233,10 +233,10 @@ class _Writer:
         names: dict[int, Name] = {}
         for block, slices in self._slices.items():
             for kind, span in (("f", slices.forward), ("b", slices.backward)):
-                made = [e for e in self._events[slice(*span)] if e.mark in _MADE]
+                made = [e for e in self._events[slice(*span)] if e.mark in MADE]
                 names.update({e.number: (kind, block, place) for place, e in enumerate(made)})
         for event in self._events:
-            if event.mark in _MADE:
+            if event.mark in MADE:
                 names.setdefault(event.number, ("x", 0, event.number))
         return names
 
@@ -254,7 +254,7 @@ class _Writer:
         rows: list[tuple[Any, Name | None, int]] = []
         for event in self._events[slice(*getattr(self._slices[block], part))]:
             mark, number, size = event
-            if mark in (*_MADE, Mark.FREE):
+            if mark in (*MADE, Mark.FREE):
                 kind, home, at = self._names[number]
                 distance = {before: -1, block: 0, after: 1}.get(home)
                 named = ("x", 0, number) if distance is None else (kind, distance, at)
@@ -279,7 +279,7 @@ class _Writer:
         """Give a storage its new number; neighbours of the gap now border on its blocks."""
         if event.mark is Mark.GRADIENT:
             return Event(event.mark, event.number, self._number(self._names[event.size]))
-        if event.mark not in (*_MADE, Mark.FREE):
+        if event.mark not in (*MADE, Mark.FREE):
             return event
         kind, home, at = self._names[event.number]
         if kind != "x" and (block, home) == (self._real[1], self._real[2]):
@@ -309,7 +309,7 @@ class _Writer:
 
 def live_bytes(events: Sequence[Event]) -> int:
     """Return the bytes that are still held at the end of some events; for checks."""
-    sizes = {e.number: e.size for e in events if e.mark in _MADE}
+    sizes = {e.number: e.size for e in events if e.mark in MADE}
     held: Counter[int] = Counter(sizes)
     held.subtract({e.number: sizes[e.number] for e in events if e.mark is Mark.FREE})
     return sum(held.values())

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from shardplug.memory.layout import Layout
+from shardplug.memory.recorder import MADE
 from shardplug.memory.trace import Event, Mark, Trace
 
 __all__ = ["Segment", "Segments", "cut"]
@@ -69,7 +70,7 @@ def cut(trace: Trace, layout: Layout, *, on_cpu: bool = False) -> Segments:
                 sizes[number] = (_HOST, size)
                 host += _pinned(size)
                 continue
-        if mark in (Mark.ALLOCATE, Mark.AWAY):
+        if mark in MADE:
             sizes[number] = (kind if not inside else "activations", size)
             if mark is Mark.AWAY:
                 sizes[number] = ("activations_cpu", size)

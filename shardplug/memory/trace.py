@@ -23,7 +23,7 @@ from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.errors import ModelError
 from shardplug.memory.attention import as_on_device
 from shardplug.memory.layout import Placed
-from shardplug.memory.recorder import Event, Mark, Recorder
+from shardplug.memory.recorder import MADE, Event, Mark, Recorder
 from shardplug.memory.trace_hooks import Hooks, TraceSettings
 from shardplug.memory.trace_offload import traced_offload
 
@@ -141,11 +141,10 @@ def trace_step(
 
 def _with_bytes(events: Sequence[Event]) -> Iterator[Event]:
     """Leave out storages of no bytes, which wrappers of a block make though it hands on."""
-    made = (Mark.ALLOCATE, Mark.AWAY)
-    empty = {event.number for event in events if event.mark in made and not event.size}
+    empty = {event.number for event in events if event.mark in MADE and not event.size}
     empty -= {event.size for event in events if event.mark is Mark.GRADIENT}
     for event in events:
-        if event.mark not in (*made, Mark.FREE) or event.number not in empty:
+        if event.mark not in (*MADE, Mark.FREE) or event.number not in empty:
             yield event
 
 

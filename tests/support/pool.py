@@ -23,7 +23,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_RANKS = 4
 
@@ -32,13 +32,18 @@ class RankError(AssertionError):
     """A rank raised, hung or died; the message holds the first one's traceback or stack."""
 
 
+class _Worker(NamedTuple):
+    process: Any
+    pipe: Connection
+    stacks: Path
+    """Where it writes its threads' stacks when it is ended, or asked to."""
+
+
 class RankPool:
     """Runs module-level functions on the first `world_size` of a few resident processes."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[Any, Connection]] = []
-        self._stacks: list[Path] = []
-        """Where each worker writes its threads' stacks when it is ended, or asked to."""
+        self._workers: list[_Worker] = []
 
     def run(
         self,
@@ -69,18 +74,20 @@ class RankPool:
             port = probe.getsockname()[1]
         store = tempfile.mkdtemp(prefix="ranks-")
         job = pickle.dumps((fn, args, kwargs))
-        for rank, (_, pipe) in enumerate(chosen):
-            pipe.send((rank, world_size, port, os.path.join(store, "store"), group_timeout, job))
+        for rank, worker in enumerate(chosen):
+            worker.pipe.send(
+                (rank, world_size, port, os.path.join(store, "store"), group_timeout, job)
+            )
         results: list[Any] = [None] * world_size
         errors: list[tuple[int, str]] = []
         died = False
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(chosen)}
+        waiting = {worker.pipe: rank for rank, worker in enumerate(chosen)}
         while waiting:
             ready = wait(list(waiting), timeout=timeout if not errors else 20.0)
             if not ready:
                 stuck = sorted(waiting.values())
                 text = errors[0][1] if errors else "no rank raised"
-                text += "".join(self._where(rank) for rank in stuck)
+                text += "".join(_where(rank, chosen[rank]) for rank in stuck)
                 self.close()
                 raise RankError(f"Ranks {stuck} hung; first error: {text}")
             for pipe in ready:
@@ -91,9 +98,9 @@ class RankPool:
                     died = True
                     ok, value = expect_death, None
                     if not expect_death:
-                        chosen[rank][0].join(5)
-                        code = chosen[rank][0].exitcode
-                        value = f"the process died, code {code}\n{self._stacks[rank].read_text()}"
+                        process, _, stacks = chosen[rank]
+                        process.join(5)
+                        value = f"the process died, code {process.exitcode}\n{stacks.read_text()}"
                 if ok:
                     results[rank] = value
                 else:
@@ -118,18 +125,11 @@ class RankPool:
             process = context.Process(target=_serve, args=(theirs, stacks), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append((process, ours))
-            self._stacks.append(stacks)
-
-    def _where(self, rank: int) -> str:
-        """Return the stacks of a rank that hangs."""
-        os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
-        time.sleep(1)
-        return f"\nRank {rank} was at:\n{self._stacks[rank].read_text()[-6000:]}"
+            self._workers.append(_Worker(process, ours, stacks))
 
     def close(self) -> None:
         """End every worker; the next run starts new ones."""
-        for process, pipe in self._workers:
+        for process, pipe, _ in self._workers:
             pipe.close()
             process.terminate()
             process.join(2)
@@ -137,7 +137,13 @@ class RankPool:
                 process.kill()
                 process.join()
         self._workers.clear()
-        self._stacks.clear()
+
+
+def _where(rank: int, worker: _Worker) -> str:
+    """Return the stacks of a rank that hangs."""
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(1)
+    return f"\nRank {rank} was at:\n{worker.stacks.read_text()[-6000:]}"
 
 
 def _serve(pipe: Connection, stacks: Path) -> None:
