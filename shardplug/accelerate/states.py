@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.checkpointing import load_custom_state, save_custom_state
+from accelerate.checkpointing import save_custom_state
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.other import load as load_file
@@ -28,6 +28,7 @@ from accelerate.utils.other import save as save_file
 from shardplug.accelerate import folders
 from shardplug.accelerate.loaders import load_loader_state, loader_state
 from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
+from shardplug.checkpoint.plain import UNREADABLE, why
 from shardplug.errors import CheckpointError, ConfigError
 from shardplug.hosts.opening import naming_the_newest_whole, steps_done
 
@@ -183,14 +184,15 @@ def _read_side_files(
                 f"Expected the state of {len(accelerator._schedulers)} schedulers in {folder}, "
                 f"found {index}. Prepare the schedulers that were saved."
             )
-        state = load_file(path, **load_kwargs)
+        state = _read_file(path, load_kwargs)
         scheduler.load_state_dict(
             _rescaled(scheduler, state, ours["world_size"], accelerator.num_processes)
         )
     if accelerator.scaler is not None and (folder / "scaler.pt").exists():
-        accelerator.scaler.load_state_dict(load_file(folder / "scaler.pt"))
+        accelerator.scaler.load_state_dict(_read_file(folder / "scaler.pt", {}))
     for index, obj in enumerate(accelerator._custom_objects):
-        load_custom_state(obj, str(folder), index)
+        file = folder / f"custom_checkpoint_{index}.pkl"
+        obj.load_state_dict(_read_file(file, {"map_location": "cpu", **load_kwargs}))
     accelerator.completed_steps = meta["step"]
     accelerator.step = ours["micro_step"]
     for index, loader in enumerate(accelerator._dataloaders):
@@ -198,7 +200,23 @@ def _read_side_files(
             load_loader_state(loader, ours["loaders"][index])
         path = folder / _numbered("dl_state_dict", index)
         if _is_stateful(loader) and path.exists():
-            loader.load_state_dict(load_file(path, **load_kwargs))
+            loader.load_state_dict(_read_file(path, load_kwargs))
+
+
+def _read_file(path: Path, load_kwargs: Mapping[str, Any]) -> Any:
+    """Read a file of Accelerate's own kind; objects that run code only where that was asked for.
+
+    Raises:
+        CheckpointError: When it cannot be read.
+    """
+    try:
+        return load_file(path, **load_kwargs)
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{path} is damaged, or holds objects that run code when they are loaded: {why(error)}. If "
+            "you trust where it comes from, pass load_state(..., load_kwargs="
+            "{'weights_only': False})."
+        ) from error
 
 
 def _rescaled(

@@ -25,6 +25,8 @@ from shardplug.accelerate.states import bare_optimizer
 from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
 from shardplug.checkpoint import manifest as manifests
 from shardplug.checkpoint.collective import from_rank_0, together
+from shardplug.checkpoint.dcp_folder import check_safe
+from shardplug.checkpoint.dcp_metadata import METADATA
 from shardplug.checkpoint.foreign import TRAINER_FOLDER
 from shardplug.checkpoint.frozen_base import describe_base, frozen_base
 from shardplug.checkpoint.plan import LEFT_OUT
@@ -134,6 +136,7 @@ def load_model(
         if from_rank_0((folder / FOLDER).is_dir()):
             Reader(folder / FOLDER).load([model])
         elif from_rank_0(any(folder.glob("pytorch_model_fsdp*"))):
+            _check_safe(folder, "pytorch_model_fsdp_*")
             accelerator.engine.reshard()
             stock.load_fsdp_model(plugin, accelerator, model, input_dir, *args, **kwargs)
         else:
@@ -176,6 +179,7 @@ def load_optimizer(
             reader.load([model], [bare_optimizer(optimizer)])
             accelerator.completed_steps = reader.meta["step"]
         elif from_rank_0(any(folder.glob("pytorch_model_fsdp*"))):
+            _check_safe(folder, "optimizer_*")
             stock.load_fsdp_optimizer(
                 plugin, accelerator, optimizer, model, input_dir, *args, **kwargs
             )
@@ -185,6 +189,21 @@ def load_optimizer(
                 "a Trainer that does not shard. Start a new run from its weights: "
                 f'from_pretrained("{folder}"), without resume_from_checkpoint.'
             )
+
+
+def _check_safe(folder: Path, pattern: str) -> None:
+    """Check that nothing runs when Accelerate reads the sharded folders in a checkpoint.
+
+    Raises:
+        CheckpointError: On every rank, naming what is in the way.
+    """
+
+    def check() -> None:
+        for path in sorted(folder.glob(pattern)):
+            if (path / METADATA).exists():
+                check_safe(path)
+
+    together(check, "Loading")
 
 
 def last_whole_checkpoint(folder: str) -> str | None:

@@ -19,12 +19,27 @@ from pathlib import Path
 from shardplug.checkpoint.durable import sync
 from shardplug.errors import CheckpointError
 
-__all__ = ["MANIFEST", "Aside", "is_leftover", "locate", "new_id", "nobody_in"]
+__all__ = [
+    "MANIFEST",
+    "Aside",
+    "is_leftover",
+    "is_ours",
+    "locate",
+    "new_id",
+    "nobody_in",
+]
 
 MANIFEST = "manifest.json"
 """Written last: a folder that has it is whole."""
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
+
+_RANDOM_STATE = re.compile(r"rng_\d+\.pt")
+_FORMAT = re.compile(rb'"format":\s*"shardplug"')
+_BEGINNING = 200
+"""Bytes of a manifest that say what it is."""
+
+_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|meta\.pt|manifest\.json(\.tmp)?")
 
 
 def new_id() -> str:
@@ -88,7 +103,7 @@ class Aside:
                 f"Expected a new path or an older checkpoint of shardplug, but {target} is a file. "
                 "Choose another path, or remove it."
             )
-        if target.is_dir() and any(target.iterdir()) and not _is_ours(target):
+        if target.is_dir() and any(target.iterdir()) and not is_ours(target.resolve()):
             raise CheckpointError(
                 f"Expected a new path or an older checkpoint of shardplug, but {target} is a "
                 "folder with other things in it. Choose another path, or empty it."
@@ -153,9 +168,25 @@ class Aside:
             self._lock = None
 
 
-def _is_ours(folder: Path) -> bool:
+def is_ours(folder: Path) -> bool:
     """Whether a folder is a checkpoint of ours, or what is left of one (an interrupted copy)."""
-    return (folder / MANIFEST).is_file() or any(folder.glob("rng_*.pt"))
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = os.listdir(folder)
+    if any(_RANDOM_STATE.fullmatch(name) for name in names):
+        return True
+    if MANIFEST in names:
+        with (folder / MANIFEST).open("rb") as file:
+            if _FORMAT.search(file.read(_BEGINNING)):
+                return True
+    return bool(names) and all(_PART.fullmatch(name) for name in names)
+
+
+def _is_left_over(entry: Path) -> bool:
+    """Whether a folder that is named as one that a save works on holds what saves write."""
+    with suppress(OSError):
+        return entry.is_symlink() or is_ours(entry) or not os.listdir(entry)
+    return False
 
 
 def _clear(target: Path, *, keep_whole: bool) -> None:
@@ -165,7 +196,7 @@ def _clear(target: Path, *, keep_whole: bool) -> None:
         return
     for entry in list(parent.iterdir()):
         match = _LEFTOVER.fullmatch(entry.name)
-        if match is None:
+        if match is None or not _is_left_over(entry):
             continue
         original, save_id = parent / match["name"], entry.name[-8:]
         with nobody_in(original.with_name(f".{match['name']}.tmp-{save_id}")) as dead:
@@ -210,6 +241,11 @@ def _remove(folder: Path) -> None:
             folder.unlink()
             return
         (folder / MANIFEST).unlink(missing_ok=True)  # first: what is left is not taken for whole
+        for path in folder.iterdir():  # by the random states the rest is known to be ours
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif not _RANDOM_STATE.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         shutil.rmtree(folder)
     except FileNotFoundError:  # another save was faster
         return

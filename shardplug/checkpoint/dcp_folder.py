@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import pickle
 import re
 import warnings
 from collections.abc import Mapping
@@ -19,18 +18,20 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_entries
 from torch.distributed.checkpoint.storage import StorageReader
 
+from shardplug.checkpoint.dcp_metadata import METADATA
 from shardplug.checkpoint.dcp_optimizer import KeyPath, find_optimizers
+from shardplug.checkpoint.dcp_reader import CheckedReader, read_metadata
 from shardplug.checkpoint.names import listed
-from shardplug.checkpoint.plain import UNREADABLE, load_plain
+from shardplug.checkpoint.plain import UNREADABLE, load_plain, why
+from shardplug.checkpoint.schema import check_besides
 from shardplug.errors import CheckpointError
 
-__all__ = ["DcpFolder"]
+__all__ = ["DcpFolder", "check_safe"]
 
 _MODEL_ROOT = re.compile(r"(model|module|net|network|state_dict|model_state_dict)(_\d+)?")
 """Keys that people save their models under."""
@@ -53,9 +54,14 @@ class DcpFolder:
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path = path
-        self._metadata = _FoldersReader(path).read_metadata()
-        paths = _paths(self._metadata)
-        found = find_optimizers(paths)
+        self._metadata = _read(path)
+        paths = dict(self._metadata.planner_data)
+        try:
+            found = find_optimizers(paths)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is damaged: {METADATA} has parameter groups without numbers: {error}."
+            ) from error
         self._models = _models(self._metadata, paths, {k for o in found for k in o.all_keys})
         if not self._models:
             raise CheckpointError(
@@ -93,7 +99,7 @@ class DcpFolder:
 
     def storage_reader(self) -> StorageReader:
         """Return a new reader of the folder's tensors."""
-        return _FoldersReader(self.path)
+        return CheckedReader(self.path, self._metadata)
 
     def besides_tensors(self) -> list[dict[str, Any]]:
         """Read what each optimizer holds besides tensors, in the form that `write` keeps it.
@@ -105,20 +111,8 @@ class DcpFolder:
         for optimizer in self._optimizers:
             for keys in optimizer.state.values():
                 wanted |= {key: None for key in keys.values() if not self._is_tensor(key)}
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load_entries(
-                    wanted,
-                    storage_reader=self.storage_reader(),
-                    planner=_PlainPlanner(flatten_state_dict=False),
-                    no_dist=True,
-                )
-        except (*UNREADABLE, CheckpointException) as error:
-            raise CheckpointError(
-                f"The optimizers' options in {self.path} cannot be read: {error}"
-            ) from error
-        return [
+        _read_objects(self.path, self._metadata, wanted)
+        found = [
             {
                 "class": None,
                 "param_groups": optimizer.groups(wanted),
@@ -129,6 +123,8 @@ class DcpFolder:
             }
             for optimizer in self._optimizers
         ]
+        check_besides(self.path, "its entries", found, len(found))
+        return found
 
     def _is_tensor(self, key: str) -> bool:
         return isinstance(self._metadata.state_dict_metadata[key], TensorStorageMetadata)
@@ -148,9 +144,38 @@ class DcpFolder:
         return torch.empty(found.size, dtype=found.properties.dtype)
 
 
-def _paths(metadata: Metadata) -> dict[str, KeyPath]:
-    known = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    return {key: tuple(known.get(key, (key,))) for key in metadata.state_dict_metadata}
+def check_safe(path: Path) -> None:
+    """Check that torch's own loader can read a folder without running code in it.
+
+    Raises:
+        CheckpointError: When the folder's metadata is not DCP's own, or an entry that is no
+            tensor holds anything but plain values.
+    """
+    metadata = read_metadata(path)
+    entries = metadata.state_dict_metadata.items()
+    objects = [key for key, entry in entries if not isinstance(entry, TensorStorageMetadata)]
+    _read_objects(path, metadata, dict.fromkeys(objects))
+
+
+def _read_objects(path: Path, metadata: Metadata, wanted: dict[str, Any]) -> None:
+    """Read entries into `wanted`: tensors into those that are there, others as plain values.
+
+    Raises:
+        CheckpointError: For values that cannot be read without running code.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load_entries(
+                wanted,
+                storage_reader=CheckedReader(path, metadata),
+                planner=_PlainPlanner(flatten_state_dict=False),
+                no_dist=True,
+            )
+    except (*UNREADABLE, CheckpointException) as error:
+        raise CheckpointError(
+            f"{path} is damaged, or holds objects that run code when they are loaded: {why(error)}"
+        ) from error
 
 
 def _models(
@@ -183,47 +208,34 @@ def _natural(path: KeyPath) -> list[tuple[str, int]]:
 
 def _parts(path: Path) -> list[str]:
     """Return the folders in `path` that are read as one: Accelerate has one for each object."""
-    if (path / ".metadata").is_file():
+    if (path / METADATA).is_file():
         return [""]
     pattern = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
     return sorted(
         entry.name
         for entry in path.iterdir()
-        if pattern.fullmatch(entry.name) and (entry / ".metadata").is_file()
+        if pattern.fullmatch(entry.name) and (entry / METADATA).is_file()
     )
 
 
-class _FoldersReader(FileSystemReader):
-    """Reads one DCP folder, or several as one whose keys begin with the folders' names."""
+def _read(root: Path) -> Metadata:
+    """Return what is in all folders together, whose keys begin with the folders' names.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what is in all folders together.
-
-        Raises:
-            CheckpointError: When it cannot be read.
-        """
-        root = Path(self.path)
-        merged = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
-        for part in _parts(root):
-            try:
-                found = FileSystemReader(root / part).read_metadata()
-                _add(merged, found, part)
-            except (OSError, EOFError, pickle.PickleError, AttributeError, TypeError) as error:
-                raise CheckpointError(
-                    f"{root / part / '.metadata'} is damaged, or of a torch that is too new: "
-                    f"{error}"
-                ) from error
-            merged.storage_meta = found.storage_meta
-        return merged
+    Raises:
+        CheckpointError: When it cannot be read.
+    """
+    merged = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+    for part in _parts(root):
+        _add(merged, read_metadata(root / part), part)
+    return merged
 
 
 def _add(merged: Metadata, found: Metadata, part: str) -> None:
     front = f"{part}/" if part else ""
     above = (part,) if part else ()
-    known = found.planner_data if isinstance(found.planner_data, Mapping) else {}
     for key, entry in found.state_dict_metadata.items():
         merged.state_dict_metadata[front + key] = entry
-        merged.planner_data[front + key] = (*above, *known.get(key, (key,)))
+        merged.planner_data[front + key] = (*above, *found.planner_data[key])
     for index, info in found.storage_data.items():
         index = dataclasses.replace(index, fqn=front + index.fqn)
         merged.storage_data[index] = dataclasses.replace(

@@ -80,7 +80,7 @@ class DcpOptimizer:
     def _group(self, keys: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
         options = {option: values[key] for option, key in keys.items()}
         names = options.get("params", [])
-        if not all(isinstance(name, str) for name in names):
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise CheckpointError(
                 "Expected an optimizer state that is kept by parameter name, got numbers: save it "
                 "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or load "

@@ -129,12 +129,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
             f"Expected a new folder to export to, but {target} is not empty. Choose another, or "
             "say --overwrite (overwrite=True)."
         )
-    own = [_TOKENIZER.fullmatch(name) or _WEIGHTS.fullmatch(name) for name in inside]
-    others = [
-        name
-        for name, known in zip(inside, own, strict=True)
-        if not known and not (target / name / "adapter_config.json").is_file()
-    ]
+    others = [name for name in inside if not _is_exported(target / name)]
     if others:
         raise ConfigError(
             f"Expected an older export to replace, but {target} holds other things too: "
@@ -148,12 +143,33 @@ def _check_target(target: Path, overwrite: bool) -> None:
             )
 
 
+def _is_exported(path: Path, inside: bool = False) -> bool:
+    """Whether an export writes a file of that name, or such files into a folder of an adapter."""
+    if path.is_symlink():
+        return False
+    if path.is_dir():
+        adapter = not inside and (path / "adapter_config.json").is_file()
+        return adapter and all(_is_exported(entry, inside=True) for entry in path.iterdir())
+    return bool(_TOKENIZER.fullmatch(path.name) or _WEIGHTS.fullmatch(path.name))
+
+
 def _clear(target: Path) -> None:
     """Remove what exports to the same place left when they were killed."""
-    for path in target.parent.glob(f".{target.name}.export-*"):
+    name = re.compile(rf"\.{re.escape(target.name)}\.export-[0-9a-f]{{8}}")
+    for path in target.parent.iterdir() if target.parent.is_dir() else ():
+        if not name.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+            continue
         with nobody_in(path) as dead:
-            if dead:
+            inside = (entry for entry in path.iterdir() if dead)
+            if dead and all(_is_begun(entry) for entry in inside):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether an export may have made this; an adapter's folder may be without its files yet."""
+    return _is_exported(path) or (
+        path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    )
 
 
 # -- Tensors --------------------------------------------------------------------------------------

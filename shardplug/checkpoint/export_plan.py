@@ -12,6 +12,7 @@ from shardplug.checkpoint.export_files import Item, aligned, config_of, index_of
 from shardplug.checkpoint.extra_state import is_extra
 from shardplug.checkpoint.manifest import dtype_of
 from shardplug.checkpoint.names import listed
+from shardplug.checkpoint.paths import check_component
 from shardplug.errors import CheckpointError, ConfigError
 
 __all__ = ["ExportPlan", "PlannedFolder", "plan_export"]
@@ -146,22 +147,32 @@ def _choose(
     number = head.removeprefix("model") if separator else "0"
     prefix = (tail if separator else module).removesuffix(".")
     prefix = f"{prefix}." if prefix else ""
-    if not number.isdigit() or int(number) >= len(models):
+    if not number.isdecimal() or int(number) >= len(models):
         raise ConfigError(f"Expected a module of {len(models)} models, got {module!r}.")
     for entry in entries:
         if (entry["model"], entry["prefix"]) == (int(number), prefix):
             return int(number), prefix, entry
-    if not any(name.startswith(prefix) for name in models[int(number)]):
-        tops = sorted({name.partition(".")[0] for name in models[int(number)]})
+    names = _all_names(manifest, int(number))
+    if not any(name.startswith(prefix) for name in names):
+        front = f"model{number}::" if int(number) else ""
+        tops = sorted({front + name.partition(".")[0] for name in names})
+        parts = choices if len(choices) > 1 or (entries and entries[0]["prefix"]) else tops
         raise ConfigError(
             f"Expected module to be the beginning of names, got {module!r}; there are "
-            f"{listed(choices or tops, 8)}."
+            f"{listed(parts, 8)}."
         )
     return int(number), prefix, None
 
 
+def _all_names(manifest: Mapping[str, Any], index: int) -> list[str]:
+    """Return the names of a model's tensors, with the further names of those that are tied."""
+    ties = manifest.get("tied", ())
+    tied = ties[index] if index < len(ties) else {}
+    return [*manifest["models"][index], *(name for others in tied.values() for name in others)]
+
+
 def _label(model: int, prefix: str) -> str:
-    return (f"model{model}::" if model else "") + prefix
+    return prefix if prefix and not model else f"model{model}::{prefix}"
 
 
 def _origin(entry: Mapping[str, Any]) -> str | None:
@@ -225,6 +236,12 @@ def _adapter(
     tensors: _Tensors, prefix: str, name: str, content: Mapping[str, Any]
 ) -> PlannedFolder:
     """Plan what PEFT's own `save_pretrained` writes; its default adapter is not in a folder."""
+    try:
+        check_component(name)
+    except ValueError as error:
+        raise CheckpointError(
+            f"The name of an adapter {error}: its files would be there."
+        ) from error
     if content.get("names") is None:
         kind = content["config"].get("peft_type")
         raise CheckpointError(

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from shardplug.checkpoint.export_files import Item
 from shardplug.checkpoint.export_folder import ExportFolder, prepare_folder, write_files
 from shardplug.checkpoint.export_plan import ExportPlan, plan_export
+from shardplug.checkpoint.plain import UNREADABLE, why
+from shardplug.checkpoint.planners import LoadPlanner
 from shardplug.checkpoint.source import Source, open_source
 from shardplug.errors import CheckpointError, ShardplugError
 
@@ -156,7 +157,7 @@ class _TensorReader:
                 yield targets.pop(key)  # nothing here holds it while the next ones are read
 
     def _fill(self, targets: dict[str, Any]) -> None:
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner = LoadPlanner(flatten_state_dict=False)
         try:
             planner.set_up_planner(targets, self._metadata, True)
             plan = self._reader.prepare_local_plan(planner.create_local_plan())
@@ -165,8 +166,8 @@ class _TensorReader:
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
         except ShardplugError:
             raise
-        except (OSError, RuntimeError, ValueError, EOFError, CheckpointException) as error:
-            raise CheckpointError(f"{self._path} cannot be read: {error}") from error
+        except (*UNREADABLE, CheckpointException) as error:
+            raise CheckpointError(f"{self._path} cannot be read: {why(error)}.") from error
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardplug.checkpoint.plain import UNREADABLE, culprit, load_plain
+from shardplug.checkpoint.plain import UNREADABLE, culprit, load_plain, why
 from shardplug.errors import CheckpointError
 
 __all__ = ["decode", "encode", "is_extra", "modules_with_extra_state"]
@@ -60,7 +60,7 @@ def decode(name: str, value: Any) -> Any:
     try:
         return load_plain(io.BytesIO(data[len(_MAGIC) :]))
     except UNREADABLE as error:
-        raise CheckpointError(f"The extra state {name} is damaged: {error}.") from error
+        raise CheckpointError(f"The extra state {name} is damaged: {why(error)}.") from error
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -14,9 +13,10 @@ from typing import Any
 
 from shardplug.checkpoint import manifest as manifests
 from shardplug.checkpoint.commit import MANIFEST, is_leftover, locate
-from shardplug.checkpoint.durable import BLOCK_BYTES, verify_file
+from shardplug.checkpoint.durable import verify_file
 from shardplug.checkpoint.foreign import Foreign, foreign_source, identify
 from shardplug.checkpoint.resume import candidates, resume_point
+from shardplug.checkpoint.source import check_content
 from shardplug.errors import CheckpointError
 
 __all__ = ["CheckpointInfo", "FolderInfo", "Group", "inspect", "inspect_folder"]
@@ -118,8 +118,8 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint
     if not (path / MANIFEST).is_file():
         return _foreign(path, identify(path))
     try:
-        manifest = _manifest(path)
-    except (ValueError, UnicodeDecodeError) as error:
+        manifest = manifests.content(path)
+    except ValueError as error:
         return CheckpointInfo(
             path=path, kind="shardplug", health="damaged", problems=((MANIFEST, str(error)),)
         )
@@ -134,6 +134,11 @@ def inspect(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint
             loads=False,
         )
     problems = _problems(path, manifest, verify)
+    if verify and not problems:
+        try:
+            check_content(path)
+        except CheckpointError as error:
+            problems = ((path.name, str(error).removeprefix(f"{path} is damaged: ")),)
     checked = verify and any("crc32" in entry for entry in manifest["files"].values())
     return _described(
         path,
@@ -173,30 +178,11 @@ def inspect_folder(path: str | os.PathLike[str], *, verify: bool = False) -> Fol
     )
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest without looking at the other files.
-
-    Raises:
-        ValueError: Saying what is wrong with it.
-    """
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or manifest.get("format") != manifests.FORMAT:
-        raise ValueError("is not a manifest of shardplug")
-    if not isinstance(manifest.get("version"), int):
-        raise ValueError("has no version")
-    lacking = [key for key in ("models", "optimizers", "files") if key not in manifest]
-    if lacking and manifest["version"] <= manifests.VERSION:
-        raise ValueError(f"lacks {', '.join(lacking)}")
-    if manifest["version"] == 1:
-        manifest["files"] = {name: {"bytes": size} for name, size in manifest["files"].items()}
-    return manifest
-
-
 def _problems(path: Path, manifest: Mapping[str, Any], verify: bool) -> tuple[tuple[str, str], ...]:
     found = []
     for name, entry in manifest["files"].items():
         expected = entry if verify else {"bytes": entry["bytes"]}
-        wrong = verify_file(path / name, expected, manifest.get("block_bytes", BLOCK_BYTES))
+        wrong = verify_file(path / name, expected, manifest["block_bytes"])
         if wrong is not None:
             found.append((name, wrong))
     return tuple(found)
@@ -269,7 +255,7 @@ def _described(
 
 
 def _saved_at(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    if "saved_at" in manifest:
+    if manifest.get("saved_at") and manifest.get("saved_at_seconds"):
         return {key: manifest[key] for key in ("saved_at", "saved_at_seconds")}
     file = path / MANIFEST
     seconds = (file if file.is_file() else path).stat().st_mtime

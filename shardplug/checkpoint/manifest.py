@@ -19,6 +19,7 @@ from shardplug.checkpoint.foreign import identify
 from shardplug.checkpoint.hugging_face import describe_modules
 from shardplug.checkpoint.model_state import state_and_aliases
 from shardplug.checkpoint.names import clean_name
+from shardplug.checkpoint.schema import DTYPES, check_depth, check_files, check_manifest
 from shardplug.core.origin import source_dtypes
 from shardplug.errors import CheckpointError
 
@@ -26,6 +27,7 @@ __all__ = [
     "FORMAT",
     "MANIFEST",
     "VERSION",
+    "content",
     "describe",
     "dtype_of",
     "optimizer_key",
@@ -41,7 +43,7 @@ VERSION = 2
 """2: checksums of all files, the dtypes the parameters came in, Hugging Face configurations."""
 
 _OWN_SUM = "manifest_crc32"
-_REQUIRED = {"models": list, "optimizers": list, "world_size": int, "files": dict}
+_REQUIRED = ("models", "optimizers", "world_size", "files")
 
 
 def state_key(index: int, version: int = VERSION) -> str:
@@ -125,8 +127,7 @@ def _tensor(value: torch.Tensor) -> dict[str, Any]:
 
 def dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that an entry of the manifest names."""
-    dtype: torch.dtype = getattr(torch, entry["dtype"])
-    return dtype
+    return DTYPES[entry["dtype"]]
 
 
 def to_json(manifest: Mapping[str, Any]) -> str:
@@ -170,28 +171,49 @@ def parse(path: Path) -> dict[str, Any]:
             f"{identify(path)}"
         )
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = content(path)
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {MANIFEST} is no JSON: {error}.") from error
-    if (
-        not isinstance(manifest, dict)
-        or manifest.get("format") != FORMAT
-        or not isinstance(manifest.get("version"), int)
-    ):
-        raise CheckpointError(f"{file} is not a manifest of shardplug.")
+        raise CheckpointError(f"{path} is damaged: {MANIFEST} {error}.") from error
     if manifest["version"] > VERSION:
         raise CheckpointError(
             f"{path} has format version {manifest['version']}, this shardplug reads up to "
             f"{VERSION}: install a newer one."
         )
-    if manifest["version"] > 1 and manifest.pop(_OWN_SUM, None) != _own_sum(manifest):
-        raise CheckpointError(f"{path} is damaged: {MANIFEST} has other content than was written.")
-    lacking = [key for key, kind in _REQUIRED.items() if not isinstance(manifest.get(key), kind)]
+    return manifest
+
+
+def content(path: Path) -> dict[str, Any]:
+    """Read a folder's manifest and check every entry; of a newer version only that it is one.
+
+    Raises:
+        ValueError: Saying what is wrong with the manifest: it is no JSON, was changed after it was
+            written, or an entry is not what belongs there.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError("is not a manifest of shardplug")
+    version = manifest.get("version")
+    if type(version) is not int or version < 1:
+        raise ValueError("has no version")
+    if version > VERSION:
+        return manifest
+    check_depth(manifest)
+    if version > 1 and manifest.pop(_OWN_SUM, None) != _own_sum(manifest):
+        raise ValueError("has other content than was written")
+    lacking = [key for key in _REQUIRED if key not in manifest]
     if lacking:
-        raise CheckpointError(f"{path} is damaged: {MANIFEST} lacks {', '.join(lacking)}.")
-    if manifest["version"] == 1:  # it had sizes only
-        manifest["files"] = {name: {"bytes": size} for name, size in manifest["files"].items()}
+        raise ValueError(f"lacks {', '.join(lacking)}")
+    if version == 1:  # it had sizes only
+        sizes = manifest["files"]
+        if isinstance(sizes, dict):
+            manifest["files"] = {name: {"bytes": size} for name, size in sizes.items()}
         manifest["block_bytes"] = BLOCK_BYTES
+    manifest.pop("renamed", None)  # that is for who reads it to say
+    check_files(path, manifest["files"], manifest.get("block_bytes"))
+    check_manifest(manifest)
     return manifest
 
 

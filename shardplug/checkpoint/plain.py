@@ -3,24 +3,97 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import re
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import IO, Any
 
 import torch
 
-__all__ = ["UNREADABLE", "culprit", "load_plain"]
+from shardplug.checkpoint.schema import check_depth
 
-UNREADABLE = (pickle.PickleError, OSError, RuntimeError, EOFError)
+__all__ = ["UNREADABLE", "culprit", "load_plain", "load_tensor", "why"]
+
+UNREADABLE = (
+    pickle.PickleError,
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 """What `load_plain` raises for a file that is damaged or holds other objects."""
+
+_VALUES_PER_BYTE = 20
+_VALUES = 100_000
+"""Values that a file may hold, in all and for each byte: a few bytes can hold many by reference."""
 
 
 def load_plain(file: str | PathLike[str] | IO[bytes]) -> Any:
-    """Load plain types and tensors onto the CPU; anything else in the file raises."""
+    """Load plain types and tensors onto the CPU; anything else in the file raises.
+
+    Memory and time are bounded by the file's size.
+
+    Raises:
+        Exception: One of `UNREADABLE`.
+    """
+    if isinstance(file, (str, PathLike)):
+        with open(file, "rb") as opened:
+            return load_plain(opened)
+    size = _check_archive(file)
     # torch writes empty bytes as a call of `bytes`, and does not read it back by itself.
-    with torch.serialization.safe_globals([bytes]):
-        return torch.load(file, map_location="cpu", weights_only=True)
+    with torch.serialization.safe_globals([(_empty_bytes, "builtins.bytes")]):
+        value = load_tensor(file)
+    check_depth(value, most=_VALUES + _VALUES_PER_BYTE * size)
+    return value
+
+
+def load_tensor(file: IO[bytes]) -> Any:
+    """Load what `torch.save` wrote onto the CPU, without running code in it.
+
+    Raises:
+        Exception: One of `UNREADABLE`.
+    """
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def why(error: BaseException) -> str:
+    """Say in one line why a file could not be loaded; torch gives pages of advice besides."""
+    found = re.search(r"WeightsUnpickler error: ([^\n]+)", str(error))
+    text = found[1].split(". Please use", 1)[0] if found else str(error).strip().split("\n", 1)[0]
+    text = "".join(char if char.isprintable() else "?" for char in text)
+    return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__
+
+
+def _empty_bytes() -> bytes:
+    return b""
+
+
+def _check_archive(file: IO[bytes]) -> int:
+    """Check that a file is an archive of `torch.save`, not compressed; return its size."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError("it is a compressed archive, which torch.save does not write")
+    if sum(entry.file_size for entry in entries) > size:
+        raise ValueError("its parts are larger than the file")
+    file.seek(0)
+    return size
 
 
 def culprit(where: str, value: Any) -> tuple[str, Any] | None:
@@ -53,7 +126,7 @@ def _reads_back(value: Any) -> bool:
         torch.save(_without_tensors(value), buffer)
         buffer.seek(0)
         load_plain(buffer)
-    except (*UNREADABLE, TypeError, AttributeError, ValueError):
+    except UNREADABLE:
         return False
     return True
 

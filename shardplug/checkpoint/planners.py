@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
 from shardplug.core.tier_tensor import TierTensor, in_tier
+from shardplug.errors import CheckpointError
 
 __all__ = ["LoadPlanner", "SavePlanner"]
 
@@ -40,10 +42,13 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Puts what was read of a tensor into its tier before the next one is read."""
+    """Puts what was read of a tensor into its tier before the next one is read.
 
-    def __init__(self) -> None:
-        super().__init__()
+    It reads tensors alone: torch's own planner unpickles what is not one, which may run code.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._under_way: dict[int, TierTensor] = {}
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -69,3 +74,9 @@ class LoadPlanner(DefaultLoadPlanner):
         values = stored.holder.read()
         values[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = tensor
         stored.holder.write(values)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuse an object in place of a tensor; see the base class."""
+        raise CheckpointError(
+            f"Expected {read_item.dest_index.fqn} to be a tensor in the checkpoint, got an object."
+        )

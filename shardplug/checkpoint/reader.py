@@ -27,7 +27,6 @@ from shardplug.checkpoint.frozen_base import check_base
 from shardplug.checkpoint.model_state import restore_extra_state, state_of_model
 from shardplug.checkpoint.names import listed
 from shardplug.checkpoint.optimizer_state import load_optimizer, models_of, warn_left_out
-from shardplug.checkpoint.plain import UNREADABLE, load_plain
 from shardplug.checkpoint.plan import (
     ModelPlan,
     OptimizerPlan,
@@ -37,8 +36,8 @@ from shardplug.checkpoint.plan import (
 )
 from shardplug.checkpoint.planners import LoadPlanner
 from shardplug.checkpoint.renaming import Renaming
-from shardplug.checkpoint.rng import set_rng_state
-from shardplug.checkpoint.source import OwnFolder, Source, open_source
+from shardplug.checkpoint.rng import read_rng, set_rng_state
+from shardplug.checkpoint.source import OwnFolder, Source, open_source, read_meta
 from shardplug.checkpoint.writer import PARAM_GROUPS
 from shardplug.errors import CheckpointError
 
@@ -131,22 +130,9 @@ class Reader:
 
     @functools.cached_property
     def _file(self) -> dict[str, Any]:
-        file = self.path / "meta.pt"
         if not isinstance(self._source, OwnFolder):
             return {PARAM_GROUPS: self._source.besides_tensors()}
-        try:
-            loaded: dict[str, Any] = (
-                load_plain(file)
-                if self._weights_only
-                else torch.load(file, map_location="cpu", weights_only=False)
-            )
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}.") from error
-        except UNREADABLE as error:
-            raise CheckpointError(
-                f"{file} is damaged, or holds objects that run code when they are loaded: {error}"
-            ) from error
-        return loaded
+        return read_meta(self.path, self.num_optimizers, weights_only=self._weights_only)
 
     @functools.cached_property
     def meta(self) -> dict[str, Any]:
@@ -327,12 +313,7 @@ class Reader:
         rank, world_size = rank_and_size()
         if self.manifest["world_size"] != world_size:
             return False
-        file = self.path / f"rng_{rank}.pt"
-        try:
-            state = load_plain(file)
-        except UNREADABLE as error:
-            raise CheckpointError(f"{file} cannot be read: {error}.") from error
-        set_rng_state(state)
+        set_rng_state(read_rng(self.path, rank))
         return True
 
     def _plan_optimizer(

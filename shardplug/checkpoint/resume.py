@@ -12,6 +12,7 @@ from typing import Any
 from shardplug.checkpoint import manifest as manifests
 from shardplug.checkpoint.collective import from_rank_0, rank_and_size, together
 from shardplug.checkpoint.commit import MANIFEST, is_leftover
+from shardplug.checkpoint.source import check_content
 from shardplug.errors import CheckpointError
 
 __all__ = ["ResumePoint", "Survey", "candidates", "resume_point", "survey"]
@@ -112,6 +113,7 @@ def survey(folder: Path, *, verify: bool = False) -> Survey:
             manifest = manifests.read(path)
             if verify:
                 manifests.verify(path, manifest, list(manifest["files"]))
+                check_content(path)
             saved_at = manifest.get("saved_at_seconds") or (path / MANIFEST).stat().st_mtime
         except (CheckpointError, OSError) as error:
             known = isinstance(error, CheckpointError)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from shardplug.checkpoint.paths import shown
+from shardplug.checkpoint.schema import check_depth, check_shape
 from shardplug.errors import CheckpointError
 
 __all__ = ["Entry", "code_of", "header_bytes", "is_own_file", "num_bytes", "read_header"]
@@ -104,16 +106,11 @@ def header_bytes(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> 
 
 def is_own_file(path: Path) -> bool:
     """Whether a file was written here: its header says so."""
-    with path.open("rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else _LARGEST_HEADER + 1
-        if length > _LARGEST_HEADER:
-            return False
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            return False
-    said = header.get("__metadata__") if isinstance(header, dict) else None
+    try:
+        header = _header(path)[0]
+    except CheckpointError:
+        return False
+    said = header.get("__metadata__")
     return isinstance(said, dict) and said.get("written_by") == _WRITER
 
 
@@ -121,7 +118,38 @@ def read_header(path: Path) -> dict[str, Entry]:
     """Return where each tensor of a file is.
 
     Raises:
-        CheckpointError: When it is no safetensors file, or is shorter than its header says.
+        CheckpointError: When it is no safetensors file, is shorter than its header says, or the
+            header does not describe tensors side by side.
+    """
+    header, start, size = _header(path)
+    try:
+        check_depth(header)
+        entries = {
+            name: _entry(name, value, start)
+            for name, value in header.items()
+            if name != "__metadata__"
+        }
+    except ValueError as error:
+        raise CheckpointError(f"The header of {path} is damaged: {error}.") from error
+    at = start
+    for begin, name in sorted((e.start, n) for n, e in entries.items() if e.size_bytes):
+        if begin != at:
+            where = f"byte {at - start}, where the tensor before it ends"
+            raise CheckpointError(
+                f"The header of {path} is damaged: {shown(name)} begins at byte {begin - start} "
+                f"of the data, expected {where if at > start else 'byte 0'}."
+            )
+        at += entries[name].size_bytes
+    if at != size:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, its header says {at}.")
+    return entries
+
+
+def _header(path: Path) -> tuple[dict[str, object], int, int]:
+    """Return a file's header, where its tensors' bytes start, and its size.
+
+    Raises:
+        CheckpointError: When it is no safetensors file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -129,29 +157,37 @@ def read_header(path: Path) -> dict[str, Entry]:
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else _LARGEST_HEADER + 1
         if length > min(_LARGEST_HEADER, size - 8):
             raise CheckpointError(f"{path} is damaged, or no safetensors file.")
-        try:
-            header = json.loads(file.read(length))
-            entries = {
-                name: _entry(value, 8 + length)
-                for name, value in header.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"The header of {path} cannot be read: {error!r}.") from error
-    end = max((entry.start + entry.size_bytes for entry in entries.values()), default=0)
-    if end > size:
-        raise CheckpointError(f"{path} is damaged: it has {size} bytes, its header says {end}.")
-    for name, entry in entries.items():
-        if entry.size_bytes != num_bytes(entry.shape, entry.dtype):
-            raise CheckpointError(f"The header of {path} is damaged at {name}.")
-    return entries
+        data = file.read(length)
+    try:
+        header = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"The header of {path} cannot be read: {error!r}.") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"The header of {path} is damaged: it is {shown(header)}.")
+    return header, 8 + length, size
 
 
-def _entry(value: Mapping[str, object], offset: int) -> Entry:
-    code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(code, str) or not isinstance(shape, list) or not isinstance(offsets, list):
-        raise TypeError("dtype, shape and data_offsets are a string and two lists")
-    if code not in _CODES:
-        raise ValueError(f"dtype {code} is not known")
-    start, end = offsets
-    return Entry(_CODES[code], tuple(shape), offset + start, end - start)
+def _entry(name: str, value: object, start: int) -> Entry:
+    """Return one tensor's place in the file.
+
+    Raises:
+        ValueError: For an entry that is none, or whose bytes are not as many as its shape has.
+    """
+    where = shown(name)
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {shown(value)}, expected dtype, shape and data_offsets")
+    code, offsets = value.get("dtype"), value.get("data_offsets")
+    if not isinstance(code, str) or code not in _CODES:
+        raise ValueError(f"the dtype of {where} is {shown(code)}, which is not known")
+    dtype = _CODES[code]
+    shape = check_shape(f"the shape of {where}", value.get("shape"))
+    places = isinstance(offsets, list) and len(offsets) == 2
+    if not places or not all(type(at) is int and 0 <= at < 2**62 for at in offsets):
+        raise ValueError(f"the data_offsets of {where} are {shown(offsets)}, expected two places")
+    begin, end = offsets
+    if end - begin != num_bytes(shape, dtype):
+        raise ValueError(
+            f"{where} has {end - begin} bytes, expected {num_bytes(shape, dtype)} for shape "
+            f"{shown(list(shape))} of {code}"
+        )
+    return Entry(dtype, shape, start + begin, end - begin)

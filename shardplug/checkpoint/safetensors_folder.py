@@ -19,10 +19,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from shardplug.checkpoint.paths import check_inside, check_relative
 from shardplug.checkpoint.safetensors_file import Entry, read_header
+from shardplug.checkpoint.schema import check_depth, check_manifest
 from shardplug.errors import CheckpointError
 
-__all__ = ["SafetensorsFolder"]
+__all__ = ["SafetensorsFolder", "check_weights_file", "read_index"]
 
 _INDEX = ".safetensors.index.json"
 _PIECE_BYTES = 16 * 2**20
@@ -52,7 +54,7 @@ class SafetensorsFolder:
         )
         self._where: dict[str, tuple[Path, Entry]] = {}
         for name in files:
-            file = path / name
+            file = check_weights_file(path, name)
             if not file.is_file():
                 raise CheckpointError(f"{path} is damaged: {name} is missing.")
             for key, entry in read_header(file).items():
@@ -78,6 +80,11 @@ class SafetensorsFolder:
             "optimizers": [],
             "hugging_face": _configs(path),
         }
+        try:
+            check_depth(self.manifest)
+            check_manifest(self.manifest)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged: {error}.") from error
 
     def model_key(self, index: int, name: str) -> str:
         """Return DCP's key of a tensor of the model."""
@@ -103,14 +110,45 @@ def _files(path: Path) -> list[str]:
     if len(index) > 1:
         raise CheckpointError(f"Expected one index of weights in {path}, found {len(index)}.")
     if index:
-        try:
-            names = set(json.loads(index[0].read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index[0]} is damaged: {error!r}.") from error
-        return sorted(map(str, names))
+        return sorted(set(read_index(index[0]).values()))
     if (path / "model.safetensors").is_file():
         return ["model.safetensors"]
     return sorted(file.name for file in path.glob("*.safetensors"))
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Return the file that each tensor is in, by the tensor's name.
+
+    Raises:
+        CheckpointError: For a file that is no index of weights, or names none.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {error!r}.") from error
+    if not isinstance(found, dict) or not all(isinstance(n, str) for n in found.values()):
+        raise CheckpointError(f"{file} is damaged: its weight_map does not name files.")
+    return found
+
+
+def check_weights_file(folder: Path, name: str) -> Path:
+    """Return the path of a file that an index names.
+
+    In the Hugging Face cache a snapshot's files are links to files beside the snapshots.
+
+    Raises:
+        CheckpointError: When it is not in the folder.
+    """
+    try:
+        path = folder / check_relative(name)
+        cache = folder.resolve().parent
+        if cache.name == "snapshots" and path.resolve().is_relative_to(cache.parent / "blobs"):
+            return path
+        return check_inside(folder, name)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{folder} is damaged: the name of a file with weights {error}."
+        ) from error
 
 
 def _configs(path: Path) -> list[dict[str, Any]]:
@@ -119,13 +157,14 @@ def _configs(path: Path) -> list[dict[str, Any]]:
     for name in ("config", "generation_config"):
         try:
             found[name] = json.loads((path / f"{name}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             found[name] = None
     if not isinstance(found["config"], dict):
         return []
     found["config"].setdefault("_name_or_path", str(path))
-    architectures = found["config"].get("architectures") or [None]
-    return [{"model": 0, "prefix": "", "class": architectures[0], **found}]
+    named = found["config"].get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return [{"model": 0, "prefix": "", "class": first, **found}]
 
 
 class _Reader(StorageReader):

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from shardplug.checkpoint import manifest as manifests
 from shardplug.checkpoint.commit import MANIFEST, locate
 from shardplug.checkpoint.dcp_folder import DcpFolder
+from shardplug.checkpoint.dcp_metadata import METADATA
+from shardplug.checkpoint.dcp_reader import CheckedReader, read_metadata
 from shardplug.checkpoint.durable import CheckedFileSystem
 from shardplug.checkpoint.foreign import foreign_source
+from shardplug.checkpoint.paths import shown
+from shardplug.checkpoint.plain import UNREADABLE, load_plain, why
 from shardplug.checkpoint.safetensors_folder import SafetensorsFolder
+from shardplug.checkpoint.schema import check_besides
+from shardplug.errors import CheckpointError
 
-__all__ = ["Source", "open_source"]
+__all__ = [
+    "META",
+    "PARAM_GROUPS",
+    "OwnFolder",
+    "Source",
+    "check_content",
+    "open_source",
+    "read_meta",
+]
+
+META = "meta.pt"
+"""The file with what a checkpoint holds besides tensors."""
+
+PARAM_GROUPS = "shardplug_param_groups"
+"""Key in it for what the optimizers hold besides tensors."""
 
 
 class OwnFolder:
@@ -27,12 +47,17 @@ class OwnFolder:
         path: The folder.
 
     Raises:
-        CheckpointError: When it is none of a version that can be read, or files are not whole.
+        CheckpointError: When it is none of a version that can be read, files are not whole, or
+            the manifest says other things of its tensors than the files do.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = manifests.read(path)
+        files = self.manifest["files"]
+        self._file_system = CheckedFileSystem(files, self.manifest["block_bytes"])
+        self._metadata = read_metadata(path, self._file_system, files)
+        self._check_tensors(self._metadata)
 
     def model_key(self, index: int, name: str) -> str:
         """Return DCP's key of a tensor of a model."""
@@ -44,20 +69,73 @@ class OwnFolder:
 
     def storage_reader(self) -> StorageReader:
         """Return a reader that checks what it reads."""
-        reader = _OrderedReader(self.path)
-        reader.fs = CheckedFileSystem(self.manifest["files"], self.manifest["block_bytes"])
-        return reader
+        return CheckedReader(self.path, self._metadata, self._file_system)
+
+    def _keys(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield every tensor's place in the manifest, DCP's key, and the manifest's entry."""
+        for index, model in enumerate(self.manifest["models"]):
+            for name, entry in model.items():
+                yield f"models[{index}][{shown(name)}]", self.model_key(index, name), entry
+        for index, state in enumerate(self.manifest["optimizers"]):
+            for name, keys in state.items():
+                for key, entry in keys.items():
+                    where = f"optimizers[{index}][{shown(name)}][{shown(key)}]"
+                    yield where, self.optimizer_key(index, name, key), entry
+
+    def _check_tensors(self, metadata: Metadata) -> None:
+        """Hold the manifest's tensors against those that the files have."""
+        for where, key, entry in self._keys():
+            found = metadata.state_dict_metadata.get(key)
+            if not isinstance(found, TensorStorageMetadata):
+                raise CheckpointError(
+                    f"{self.path} is damaged: {where} in {MANIFEST} is no tensor in its files."
+                )
+            here = (tuple(entry["shape"]), manifests.dtype_of(entry))
+            there = (tuple(found.size), found.properties.dtype)
+            if here != there:
+                raise CheckpointError(
+                    f"{self.path} is damaged: {where} in {MANIFEST} is {shown(here)}, and "
+                    f"{shown(there)} in {METADATA}."
+                )
 
 
-class _OrderedReader(FileSystemReader):
-    """Reads each file from its beginning to its end."""
+def read_meta(path: Path, num_optimizers: int, *, weights_only: bool = True) -> dict[str, Any]:
+    """Read what a folder of ours holds besides tensors.
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        def place(item: ReadItem) -> tuple[str, int]:
-            stored = self.storage_data[item.storage_index]
-            return stored.relative_path, stored.offset
+    Args:
+        path: The folder.
+        num_optimizers: How many optimizers its manifest has.
+        weights_only: Refuse objects other than plain types and tensors.
 
-        return replace(plan, items=sorted(plan.items, key=place))
+    Raises:
+        CheckpointError: When the file is damaged, or holds other objects.
+    """
+    file = path / META
+    try:
+        loaded = (
+            load_plain(file)
+            if weights_only
+            else torch.load(file, map_location="cpu", weights_only=False)
+        )
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{file} is damaged, or holds objects that run code when they are loaded: {why(error)}"
+        ) from error
+    if not isinstance(loaded, dict) or PARAM_GROUPS not in loaded:
+        raise CheckpointError(f"{path} is damaged: {META} lacks {PARAM_GROUPS}.")
+    check_besides(path, META, loaded[PARAM_GROUPS], num_optimizers)
+    return loaded
+
+
+def check_content(path: Path) -> None:
+    """Read all of a folder of ours but its tensors' values, as a load would.
+
+    Raises:
+        CheckpointError: When a load would be refused.
+    """
+    read_meta(path, len(OwnFolder(path).manifest["optimizers"]))
 
 
 Source: TypeAlias = OwnFolder | DcpFolder | SafetensorsFolder

@@ -35,6 +35,7 @@ from shardplug.checkpoint.manifest import describe, optimizer_key, state_key, to
 from shardplug.checkpoint.planners import SavePlanner
 from shardplug.checkpoint.rng import rng_state
 from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory, SnapshotPlanner
+from shardplug.checkpoint.source import META, PARAM_GROUPS
 from shardplug.core import _torch
 from shardplug.errors import CheckpointError
 
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
     from shardplug.checkpoint.background import Background
 
 __all__ = ["PARAM_GROUPS", "Draft", "write"]
-
-PARAM_GROUPS = "shardplug_param_groups"
-"""Key in meta.pt for what the optimizers hold besides tensors."""
 
 _SAVING = "Saving"
 
@@ -195,7 +193,7 @@ class Draft:
         before = set(folder.rglob("*"))
         _save(rng_state(), folder / f"rng_{rank}.pt")
         if rank == 0:
-            _save(dict(meta), folder / "meta.pt")
+            _save(dict(meta), folder / META)
         if side_files is not None:
             with naming(folder):
                 side_files(folder)

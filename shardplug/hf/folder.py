@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from huggingface_hub.errors import HFValidationError
 
 from shardplug.checkpoint.foreign import identify
 from shardplug.checkpoint.safetensors_file import read_header
+from shardplug.checkpoint.safetensors_folder import check_weights_file, read_index
 from shardplug.errors import CheckpointError
 from shardplug.hf.stored import FileTensor
 
@@ -100,7 +100,7 @@ def find_folder(
     hub = {**hub, "revision": snapshot.name}
     wanted = weights_name or (_INDEX if (snapshot / _INDEX).is_file() else _ONE_FILE)
     if wanted.endswith(".index.json"):
-        wanted_files = sorted(set(_index(snapshot / wanted).values()))
+        wanted_files = sorted(set(read_index(snapshot / wanted).values()))
     else:
         wanted_files = [wanted]
     return _files_in(_download(name, [*_BESIDES, *wanted_files], hub), weights_name, name)
@@ -120,14 +120,14 @@ def _download(name: str, patterns: list[str], hub: dict[str, Any]) -> Path:
 
 def _files_in(path: Path, weights_name: str | None, shown: str) -> ModelFolder:
     chosen = [weights_name] if weights_name else [_ONE_FILE, _INDEX]
-    name = next((name for name in chosen if (path / name).is_file()), None)
+    name = next((name for name in chosen if check_weights_file(path, name).is_file()), None)
     if name is None:
         raise CheckpointError(_no_weights(path, chosen, shown))
     if not name.endswith(".index.json"):
         return ModelFolder(path, (name,), {})
-    choice = _index(path / name)
+    choice = read_index(path / name)
     for file in sorted(set(choice.values())):
-        if not (path / file).is_file():
+        if not check_weights_file(path, file).is_file():
             raise CheckpointError(
                 f"Expected {file} in {path}, as {name} says, but it is missing. Copy or download "
                 "the folder again."
@@ -163,14 +163,6 @@ def _no_weights(path: Path, names: list[str], shown: str) -> str:
 
 def _some(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))[:4]
-
-
-def _index(path: Path) -> dict[str, str]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged, or no index of weights: {error!r}.") from error
 
 
 def _header(path: Path) -> dict[str, Any]:

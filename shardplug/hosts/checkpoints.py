@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from shardplug.checkpoint import Reader
+from shardplug.checkpoint.commit import is_ours
+from shardplug.checkpoint.foreign import identify
 from shardplug.errors import CheckpointError
 from shardplug.hosts import opening
 from shardplug.hosts.paths import local_path
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from shardplug.engine import ZeroEngine
 
 __all__ = ["KeepsCheckpoints"]
+
+_FILES = ("lightning_file", "torch_file")
+"""Kinds of files that are checkpoints of other strategies."""
 
 
 class KeepsCheckpoints:
@@ -121,7 +127,7 @@ def _point(link: Path, target: Path) -> None:
     if link.absolute() == target.absolute():
         return
     if link.is_dir() and not link.is_symlink():
-        shutil.rmtree(link)
+        _remove_checkpoint(link)
     new = link.with_name(f".{link.name}.{uuid4().hex[:8]}")
     new.symlink_to(os.path.relpath(target, link.parent))
     new.replace(link)
@@ -129,13 +135,28 @@ def _point(link: Path, target: Path) -> None:
 
 def _remove(path: Path, newest: Path | None) -> None:
     """Remove a checkpoint; links to it in its folder lead to the newest one from now on."""
-    if path.is_file() or path.is_symlink():
+    if path.is_symlink() or (path.is_file() and identify(path).kind in _FILES):
         path.unlink()
         return
+    if path.is_file():
+        raise OSError(errno.EPERM, "it is no checkpoint, and stays", str(path))
     if not path.is_dir():
         return
     if newest is not None and newest.absolute() != path.absolute() and newest.is_dir():
         for link in path.absolute().parent.iterdir():
             if link.is_symlink() and link.resolve() == path.resolve():
                 _point(link, newest)
-    shutil.rmtree(path)
+    _remove_checkpoint(path)
+
+
+def _remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint of ours.
+
+    Frameworks name what is to be removed by what they read from an earlier checkpoint.
+
+    Raises:
+        OSError: When the folder is something else.
+    """
+    if not is_ours(folder):
+        raise OSError(errno.EPERM, "it is no checkpoint of shardplug, and stays", str(folder))
+    shutil.rmtree(folder)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from shardplug.checkpoint import Reader, load_model, load_optimizer
 from shardplug.checkpoint.manifest import FORMAT
+from shardplug.checkpoint.rng import read_rng
 from shardplug.errors import CheckpointError, ConfigError
 from shardplug.hosts import hyper_parameters, meta, opening
 from shardplug.hosts.even import fetch_in_step, reads_in_step
@@ -129,8 +130,7 @@ class Restores(_Base):  # type: ignore[misc]
         self._saved_accumulate = own.get("accumulate")
         if same_world:
             # Read now, as the folder may be gone by then (ModelCheckpoint's top k).
-            rng_file = reader.path / f"rng_{rank}.pt"
-            self._pending_rng = torch.load(rng_file, weights_only=True)
+            self._pending_rng = read_rng(reader.path, rank)
             if self._is_running:  # a tuner goes back to where it began
                 self.restore_rng()
         if same_world and loaders:

@@ -25,7 +25,7 @@ class SwapFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_bytes = 0
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
             self.direct = hasattr(os, "O_DIRECT")

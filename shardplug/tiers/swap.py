@@ -4,15 +4,19 @@
     <nvme_path>/shardplug-swap-<run>-rank<r>/*.swap
 
 The lock is what tells a run that lives from one that was killed: the system gives it up with the
-process, however it ends.
+process, however it ends. Nothing is removed but folders of such a name in which only such files
+are, and no link is followed: others may use the same `nvme_path`.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shutil
+import re
+import stat
 import weakref
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from shardplug.errors import ConfigError
@@ -21,7 +25,11 @@ from shardplug.tiers.filesystem import filesystem_of
 __all__ = ["SwapFolder", "remove_dead"]
 
 _PREFIX = "shardplug-swap-"
+_NAME = re.compile(_PREFIX + r"(\d{8}-\d{6}-[0-9a-f]{8}|probe-\d{1,10})-rank\d{1,9}")
 _LOCK = "lock"
+_FILE = re.compile(r"lock|(state|probe)\.swap")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SwapFolder:
@@ -82,31 +90,58 @@ def remove_dead(root: Path) -> list[Path]:
 
     Folders whose lock is held, or that this user may not touch, are left alone.
     """
-    removed: list[Path] = []
-    for path in sorted(root.glob(f"{_PREFIX}*-rank*")):
-        try:
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            continue  # being made or removed at this moment, or another user's
-        try:
+    found = sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name))
+    return [path for path in found if _remove_if_dead(path)]
+
+
+def _remove_if_dead(path: Path) -> bool:
+    lock = -1
+    try:
+        folder = os.open(path, _FOLDER_FLAGS)
+    except OSError:
+        return False  # a link, a file, removed at this moment, or another user's
+    try:
+        names = os.listdir(folder)
+        if not _are_ours(folder, names):
+            return False
+        if _LOCK in names:
+            lock = os.open(_LOCK, _LOCK_FLAGS, dir_fd=folder)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-            if not path.exists():
-                removed.append(path)
-        except OSError:
-            pass  # held: its run lives
-        finally:
+        _remove(path, folder, names)
+    except OSError:
+        return False  # held: its run lives; or another user's
+    finally:
+        os.close(folder)
+        if lock >= 0:
             os.close(lock)
-    return removed
+    return True
+
+
+def _are_ours(folder: int, names: Iterable[str]) -> bool:
+    """Whether an open folder holds nothing but what runs make in theirs."""
+    return all(
+        _FILE.fullmatch(name)
+        and stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        for name in names
+    )
+
+
+def _remove(path: Path, folder: int, names: Iterable[str]) -> None:
+    """Remove the files of an open folder, its lock last, and the folder."""
+    for name in sorted(names, key=lambda name: name == _LOCK):
+        os.unlink(name, dir_fd=folder)
+    os.rmdir(path)
 
 
 def _hold(path: Path) -> int:
     """Make the folder and its lock, and hold the lock; return the open file."""
     while True:
-        path.mkdir(exist_ok=True)
-        lock = -1
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+        lock = folder = -1
         try:
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            folder = os.open(path, _FOLDER_FLAGS)
+            lock = os.open(_LOCK, _LOCK_FLAGS | os.O_CREAT, 0o600, dir_fd=folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another run may have taken the new folder for a dead one until it was locked.
             if os.path.samestat(os.fstat(lock), os.stat(path / _LOCK)):
@@ -117,6 +152,9 @@ def _hold(path: Path) -> int:
             if lock >= 0:
                 os.close(lock)
             raise
+        finally:
+            if folder >= 0:
+                os.close(folder)
         if lock >= 0:
             os.close(lock)
 
@@ -124,5 +162,10 @@ def _hold(path: Path) -> int:
 def _let_go(path: Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child: the folder is its parent's
-    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        folder = os.open(path, _FOLDER_FLAGS)
+        try:
+            _remove(path, folder, [name for name in os.listdir(folder) if _FILE.fullmatch(name)])
+        finally:
+            os.close(folder)
     os.close(lock)

@@ -278,5 +278,5 @@ def test_files_and_missing_paths_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_damaged_dcp_folder_is_refused(tmp_path: Path) -> None:
     _make(tmp_path / "it", ".metadata", "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+    with pytest.raises(CheckpointError, match=r"it is damaged: \.metadata"):
         Reader(tmp_path / "it")

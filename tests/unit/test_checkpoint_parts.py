@@ -206,7 +206,7 @@ def test_meta_is_read_once_and_without_running_code(
     original = torch.load
 
     def counting(file: Any, **options: Any) -> Any:
-        if str(file).endswith("meta.pt"):
+        if str(getattr(file, "name", file)).endswith("meta.pt"):
             opened.append(options["weights_only"])
         return original(file, **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,23 @@ def flip(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 4
     file.write_bytes(data)
+
+
+def rewrite_keys(path: Path, old: str, new: str) -> None:
+    """Change the beginning of the keys that a folder's tensors are under."""
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+
+    def renamed(key: str) -> str:
+        return new + key.removeprefix(old) if key.startswith(old) else key
+
+    entries, storage = metadata.state_dict_metadata, metadata.storage_data
+    metadata.state_dict_metadata = {renamed(key): entry for key, entry in entries.items()}
+    metadata.storage_data = {
+        dataclasses.replace(index, fqn=renamed(index.fqn)): info for index, info in storage.items()
+    }
+    metadata.planner_data = None
+    file.write_bytes(pickle.dumps(metadata))
 
 
 def test_what_is_inside(tmp_path: Path) -> None:
@@ -85,7 +103,8 @@ def test_every_damaged_file_is_named(tmp_path: Path) -> None:
         ("{", "Expecting property name"),
         ('{"format": "other"}', "is not a manifest of shardplug"),
         ('{"format": "shardplug"}', "has no version"),
-        ('{"format": "shardplug", "version": 2}', "lacks models, optimizers, files"),
+        ('{"format": "shardplug", "version": 2}', "has other content than was written"),
+        ('{"format": "shardplug", "version": 1}', "lacks models, optimizers, world_size, files"),
         ("", "Expecting value"),
     ],
 )
@@ -109,6 +128,10 @@ def test_older_and_newer_versions(tmp_path: Path) -> None:
 
     old = {k: manifest[k] for k in ("format", "models", "optimizers", "world_size")}
     old |= {"version": 1, "files": {n: e["bytes"] for n, e in manifest["files"].items()}}
+    (path / "manifest.json").write_text(json.dumps(old))
+    assert "is no tensor in its files" in str(inspect(path, verify=True).problems)
+    rewrite_keys(path, "model.", "state_dict.")  # as they were in version 1
+    old["files"][".metadata"] = (path / ".metadata").stat().st_size
     (path / "manifest.json").write_text(json.dumps(old))
     info = inspect(path, verify=True)
     assert (info.health, info.verified, info.version) == ("whole", False, 1)

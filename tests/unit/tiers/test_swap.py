@@ -14,10 +14,14 @@ import pytest
 
 from shardplug.errors import ConfigError
 from shardplug.tiers import filesystem as filesystem_module
+from shardplug.tiers.file import SwapFile
 from shardplug.tiers.filesystem import filesystem_of, free_bytes
 from shardplug.tiers.swap import SwapFolder, remove_dead
 
 ROOT = Path(__file__).resolve().parents[3]
+
+RUN = "20260102-030405"
+"""The beginning of a run's name."""
 
 ENDINGS = """
 import os, signal, sys
@@ -42,6 +46,11 @@ for ending in ("return", "raise", "interrupt"):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print(ending, code, sorted(path.name for path in root.iterdir()), flush=True)
 """
+
+
+def name(run: str) -> str:
+    """Return the name of the folder of a run's first rank."""
+    return f"shardplug-swap-{run}-rank0"
 
 
 def test_runs_that_end_remove_their_folder(tmp_path: Path) -> None:
@@ -80,24 +89,79 @@ def kill(child: int) -> None:
 
 def test_dead_runs_are_removed_and_living_ones_are_not(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    living, dead = holder(tmp_path, "living"), holder(tmp_path, "dead")
+    first, second = f"{RUN}-00000001", f"{RUN}-00000002"
+    living, dead = holder(tmp_path, first), holder(tmp_path, second)
     kill(dead)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"mine", "shardplug-swap-living-rank0", "shardplug-swap-dead-rank0"}
+    assert left == {"mine", name(first), name(second)}
     own = SwapFolder(tmp_path, "own", 3)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"mine", "shardplug-swap-living-rank0", own.path.name}
-    assert (tmp_path / "shardplug-swap-living-rank0" / "state.swap").is_file()
+    assert left == {"mine", name(first), own.path.name}
+    assert (tmp_path / name(first) / "state.swap").is_file()
     kill(living)
-    assert [path.name for path in remove_dead(tmp_path)] == ["shardplug-swap-living-rank0"]
+    assert [path.name for path in remove_dead(tmp_path)] == [name(first)]
     own.close()
     own.close()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_half_made_folder_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "shardplug-swap-killed-rank0").mkdir()
-    assert len(remove_dead(tmp_path)) == 1
+    (tmp_path / name(f"{RUN}-0000000a")).mkdir()
+    torn = tmp_path / name(f"{RUN}-0000000b")
+    torn.mkdir()
+    (torn / "state.swap").write_bytes(b"x")
+    assert len(remove_dead(tmp_path)) == 2 and not list(tmp_path.iterdir())
+
+
+def test_nothing_of_others_is_removed_and_no_link_is_followed(tmp_path: Path) -> None:
+    """Folders that are named like ours, links to folders, and links in folders of ours."""
+    root, outside = tmp_path / "nvme", tmp_path / "outside"
+    for folder in (root, outside):
+        folder.mkdir()
+    (outside / "state.swap").write_text("precious")
+    theirs = [
+        "shardplug-swap-mydata-rank0",
+        "shardplug-swap-aaaaaaaaaaaa-rank1",
+        f"{name(f'{RUN}-00000001')}.backup",
+        f"my-{name(f'{RUN}-00000002')}",
+        name(f"{RUN}-0000000A"),
+    ]
+    for index, folder in enumerate(theirs):
+        (root / folder).mkdir()
+        (root / folder / ("state.swap" if index % 2 else "notes")).write_text("precious")
+    for number, inside in enumerate(("notes", "other.swap", "lock/inner", "link")):
+        folder = root / name(f"{RUN}-0000001{number}")
+        (folder / inside).parent.mkdir(parents=True)
+        (folder / "state.swap").write_text("precious")
+        if inside == "link":
+            (folder / "probe.swap").symlink_to(outside / "state.swap")
+        else:
+            (folder / inside).write_text("precious")
+    (root / name(f"{RUN}-00000020")).symlink_to(outside)
+    (root / name(f"{RUN}-00000021")).symlink_to(tmp_path / "nowhere")
+    locked = root / name(f"{RUN}-00000022")
+    locked.mkdir()
+    (locked / "lock").symlink_to(tmp_path / "made")
+    before = {path: path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
+    assert len(before) > 25
+    assert remove_dead(root) == []
+    assert {path: path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
+    # What a run makes for itself goes through no link either.
+    for number in (20, 21):
+        with pytest.raises(ConfigError, match="could not be made"):
+            SwapFolder(root, f"{RUN}-000000{number}", 0)
+    with pytest.raises(ConfigError, match="could not be made"):
+        SwapFolder(root, f"{RUN}-00000022", 0)
+    own = SwapFolder(root, f"{RUN}-00000030", 0)
+    assert own.path.stat().st_mode & 0o777 == 0o700
+    (own.path / "state.swap").symlink_to(outside / "state.swap")
+    with pytest.raises(OSError, match="symbolic links"):
+        SwapFile(own.path / "state.swap")
+    own.close()
+    assert not own.path.exists() and (outside / "state.swap").read_text() == "precious"
+    assert {path: path.lstat().st_mtime_ns for path in sorted(outside.rglob("*"))} == {
+        path: at for path, at in before.items() if path.is_relative_to(outside) and path != outside
+    }
 
 
 def test_folder_goes_with_its_object_but_not_in_a_child(tmp_path: Path) -> None:
@@ -123,11 +187,11 @@ def test_many_starts_at_once(tmp_path: Path) -> None:
             code = 1
             try:
                 for turn in range(20):
-                    folder = SwapFolder(tmp_path, f"{number}-{turn}", 0)
+                    folder = SwapFolder(tmp_path, f"{RUN}-{number:04x}{turn:04x}", 0)
                     assert (folder.path / "lock").is_file()
-                    (folder.path / "file").write_text("here")
+                    (folder.path / "state.swap").write_text("here")
                     time.sleep(0.001)
-                    assert (folder.path / "file").read_text() == "here"
+                    assert (folder.path / "state.swap").read_text() == "here"
                     folder.close()
                 code = 0
             finally:
