@@ -213,8 +213,8 @@ def _read_file(path: Path, load_kwargs: Mapping[str, Any]) -> Any:
         return load_file(path, **load_kwargs)
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{path} is damaged, or holds objects that run code when they are loaded: {why(error)}. If "
-            "you trust where it comes from, pass load_state(..., load_kwargs="
+            f"{path} is damaged, or holds objects that run code when they are loaded: "
+            f"{why(error)}. If you trust where it comes from, pass load_state(..., load_kwargs="
             "{'weights_only': False})."
         ) from error
 

@@ -312,13 +312,17 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _joined(*parts: str) -> str:
+    return "/".join(parts)
+
+
 _CALLS: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _same,
     ("builtins", "getattr"): _member,
     ("collections", "OrderedDict"): dict,
     **dict.fromkeys(_ENCODINGS, _same),
-    **dict.fromkeys(_PATHS, lambda *parts: "/".join(parts)),
+    **dict.fromkeys(_PATHS, _joined),
 }
 """What the calls in such a pickle do here."""
 

@@ -225,13 +225,13 @@ def _check_places(
     for key, entry in entries.items():
         pieces = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
         for piece in pieces:
-            info = storage.get(MetadataIndex(key, None if piece is None else piece.offsets))
-            if info is None:
+            place = storage.get(MetadataIndex(key, None if piece is None else piece.offsets))
+            if place is None:
                 raise ValueError(f"does not say where {shown(key)} is")
-            if piece is not None and math.prod(piece.sizes) > _ELEMENTS_PER_BYTE * info.length:
+            if piece is not None and math.prod(piece.sizes) > _ELEMENTS_PER_BYTE * place.length:
                 raise ValueError(
                     f"has {shown(tuple(entry.size))} as the size of {shown(key)}, in a piece of "
-                    f"{info.length} bytes"
+                    f"{place.length} bytes"
                 )
 
 

@@ -176,14 +176,16 @@ def _entry(name: str, value: object, start: int) -> Entry:
     where = shown(name)
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {shown(value)}, expected dtype, shape and data_offsets")
-    code, offsets = value.get("dtype"), value.get("data_offsets")
+    code = value.get("dtype")
     if not isinstance(code, str) or code not in _CODES:
         raise ValueError(f"the dtype of {where} is {shown(code)}, which is not known")
     dtype = _CODES[code]
     shape = check_shape(f"the shape of {where}", value.get("shape"))
-    places = isinstance(offsets, list) and len(offsets) == 2
-    if not places or not all(type(at) is int and 0 <= at < 2**62 for at in offsets):
-        raise ValueError(f"the data_offsets of {where} are {shown(offsets)}, expected two places")
+    offsets = value.get("data_offsets")
+    if not isinstance(offsets, list) or not all(type(at) is int for at in offsets):
+        offsets = []
+    if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1] < 2**62:
+        raise ValueError(f"the data_offsets of {where} are no two places in the file")
     begin, end = offsets
     if end - begin != num_bytes(shape, dtype):
         raise ValueError(
