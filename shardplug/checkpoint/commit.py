@@ -39,7 +39,7 @@ _FORMAT = re.compile(rb'"format":\s*"shardplug"')
 _BEGINNING = 200
 """Bytes of a manifest that say what it is."""
 
-_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|meta\.pt|manifest\.json(\.tmp)?")
+_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|meta\.pt|manifest\.json\.tmp")
 
 
 def new_id() -> str:
@@ -179,13 +179,17 @@ def is_ours(folder: Path) -> bool:
         with (folder / MANIFEST).open("rb") as file:
             if _FORMAT.search(file.read(_BEGINNING)):
                 return True
-    return bool(names) and all(_PART.fullmatch(name) for name in names)
+    return False
 
 
-def _is_left_over(entry: Path) -> bool:
+def _is_left_over(entry: Path, kind: str) -> bool:
     """Whether a folder that is named as one that a save works on holds what saves write."""
     with suppress(OSError):
-        return entry.is_symlink() or is_ours(entry) or not os.listdir(entry)
+        if entry.is_symlink():
+            return kind == "old"  # a link that a save has replaced
+        if is_ours(entry):
+            return True
+        return all(_PART.fullmatch(name) for name in os.listdir(entry))  # also where it is empty
     return False
 
 
@@ -196,7 +200,7 @@ def _clear(target: Path, *, keep_whole: bool) -> None:
         return
     for entry in list(parent.iterdir()):
         match = _LEFTOVER.fullmatch(entry.name)
-        if match is None or not _is_left_over(entry):
+        if match is None or not _is_left_over(entry, match["kind"]):
             continue
         original, save_id = parent / match["name"], entry.name[-8:]
         with nobody_in(original.with_name(f".{match['name']}.tmp-{save_id}")) as dead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +12,18 @@ from typing import Any, TypeVar
 import torch
 
 from shardplug.checkpoint import Reader
+from shardplug.errors import CheckpointError
 from shardplug.hosts import opening
 from shardplug.lightning import tensors
 from shardplug.lightning.restoring import read_meta
 from shardplug.lightning.saving import OWN_KEY
 
 __all__ = ["load_from_checkpoint"]
+
+_INSTANTIATORS = (
+    "lightning.pytorch.cli.instantiate_module",
+    "pytorch_lightning.cli.instantiate_module",
+)
 
 ModuleT = TypeVar("ModuleT")
 
@@ -57,7 +64,7 @@ def load_from_checkpoint(
         checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
     else:
         with opening.naming_the_newest_whole(path):
-            checkpoint = _read_folder(path, weights_only)
+            checkpoint = _read_folder(cls, path, weights_only)
     if load_rename:
         checkpoint["state_dict"] = opening.renamed(path, checkpoint["state_dict"], load_rename)
     # Lightning's own loader reads a file object; what is in it was vetted above.
@@ -69,13 +76,36 @@ def load_from_checkpoint(
     return module
 
 
-def _read_folder(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def _check_class(cls: type, path: Path, hyper_parameters: Any) -> None:
+    """Check what LightningCLI keeps of how a module is made: older Lightning runs what it names.
+
+    Raises:
+        CheckpointError: For a function that is not LightningCLI's own, or a class that is no
+            imported subclass of the one that is loaded.
+    """
+    found = hyper_parameters if isinstance(hyper_parameters, Mapping) else {}
+    function, named = found.get("_instantiator"), found.get("_class_path")
+    if function is None:
+        return
+    module, _, name = str(named).rpartition(".")
+    made = getattr(sys.modules.get(module), name, None)
+    is_subclass = isinstance(made, type) and issubclass(made, cls)
+    if function not in _INSTANTIATORS or not (named is None or is_subclass):
+        raise CheckpointError(
+            f"Expected the hyper-parameters in {path} to be made by LightningCLI for a subclass of "
+            f"{cls.__name__} that is imported, got {function!r} and {named!r}: import the module "
+            "that has the class if you trust where the checkpoint comes from."
+        )
+
+
+def _read_folder(cls: type, path: Path, weights_only: bool | None) -> dict[str, Any]:
     reader = Reader(path, alone=True)
     checkpoint = read_meta(reader, weights_only)
     state = reader.whole_state(0)
     for name, first in checkpoint.pop(OWN_KEY).get("tied", {}).items():
         if first in state:
             state.setdefault(name, state[first])
+    _check_class(cls, path, checkpoint.get("hyper_parameters"))
     checkpoint = dict(tensors.put_back(checkpoint, reader.whole_state))
     checkpoint["state_dict"] = state
     checkpoint.setdefault("pytorch-lightning_version", "2.0.0")

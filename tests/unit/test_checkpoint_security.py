@@ -257,16 +257,18 @@ def test_only_checkpoints_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".b.tmp-1234abcd").symlink_to(tmp_path / "plain")
     save(tmp_path / "b")
     export(tmp_path / "a", tmp_path / "out")
-    for name in ("web", "plain"):
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name in ("web", "plain", "dcp"):
         with pytest.raises(CheckpointError, match="with other things in it"):
             save(tmp_path / name)
-    for name in ("plain", "web", "notes.txt"):
+    for name in ("plain", "web", "dcp", "notes.txt"):
         with pytest.raises(OSError, match="is no checkpoint"):
             _remove(tmp_path / name, None)
     with pytest.raises(OSError, match="is no checkpoint"):
         _point(tmp_path / "plain", tmp_path / "b")
     for name in precious:
         assert (tmp_path / name / "notes").read_text() == "precious"
+    assert (tmp_path / ".b.tmp-1234abcd").is_symlink()
     (tmp_path / "out" / "mine").mkdir()
     (tmp_path / "out" / "mine" / "adapter_config.json").write_text("{}")
     (tmp_path / "out" / "mine" / "notes").write_text("precious")
