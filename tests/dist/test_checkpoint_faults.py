@@ -234,7 +234,10 @@ def _damaged_loads(root: str) -> None:
         ("[]", "not a manifest"),
         ('{"format": "other"}', "not a manifest"),
         (json.dumps({**manifest, "version": 3}), "format version 3, this shardplug reads up to 2"),
-        (json.dumps({**manifest, "version": 1, "files": {}, "models": None}), "models is None, expected a list"),
+        (
+            json.dumps({**manifest, "version": 1, "files": {}, "models": None}),
+            "models is None, expected a list",
+        ),
         (json.dumps({**manifest, "stage": 2}), "manifest.json has other content than was written"),
     ):
         rank0(lambda text=text: (bad / "manifest.json").write_text(text))

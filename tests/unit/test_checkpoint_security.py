@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from shardplug.checkpoint import Reader, export, inspect, resume_point, write
 from shardplug.checkpoint import manifest as manifests
+from shardplug.checkpoint.dcp_folder import check_safe
 from shardplug.checkpoint.durable import file_checksums
 from shardplug.errors import CheckpointError, ConfigError
 from shardplug.hosts.checkpoints import _point, _remove
@@ -132,9 +134,20 @@ def test_metadata_that_would_run_code(tmp_path: Path) -> None:
         marker.unlink()
 
 
-def _saved(value: Any) -> bytes:
-    import io
+def test_entries_that_would_run_code(tmp_path: Path) -> None:
+    """What torch's own loader, which Accelerate calls, would unpickle: options of optimizers."""
+    model = Model()
+    content = {"model": model.state_dict(), "optimizer": {"param_groups": [{"lr": 0.1}]}}
+    dcp.save(content, checkpoint_id=tmp_path / "fine", no_dist=True)
+    check_safe(tmp_path / "fine")
+    content["optimizer"] = {"param_groups": [{"lr": Trap(tmp_path / "marker")}]}
+    dcp.save(content, checkpoint_id=tmp_path / "trap", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"objects that run code .*posix\.system"):
+        check_safe(tmp_path / "trap")
+    assert not (tmp_path / "marker").exists()
 
+
+def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

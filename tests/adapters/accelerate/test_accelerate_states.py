@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -427,6 +428,22 @@ def test_automatic_naming_and_total_limit(pool: RankPool, tmp_path: Path) -> Non
     assert names == ["checkpoint_2", "checkpoint_3", "checkpoint_9"]
 
 
+class Trap:
+    """Registered for checkpointing; its state makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trap": self}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
 def wrong_folders(root: str) -> None:
     acc = accelerator(zero="zero3")
     net = seeded_model()
@@ -452,6 +469,14 @@ def wrong_folders(root: str) -> None:
     acc.register_for_checkpointing(Counter())
     with pytest.raises(CheckpointError, match="1 registered objects"):
         acc.load_state(f"{root}/state")
+    acc.register_for_checkpointing(Trap(f"{root}/marker"))
+    acc.save_state(f"{root}/trap")
+    with pytest.raises(CheckpointError, match=r"pkl is damaged, or holds objects that run code"):
+        acc.load_state(f"{root}/trap")
+    assert not os.path.exists(f"{root}/marker")
+    acc.wait_for_everyone()
+    acc.load_state(f"{root}/trap", load_kwargs={"weights_only": False})
+    assert os.path.exists(f"{root}/marker")
     acc = accelerator(zero="zero3")
     other = nn.Linear(3, 3)
     acc.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
