@@ -27,6 +27,7 @@ __all__ = [
     "FORMAT",
     "MANIFEST",
     "VERSION",
+    "check_described",
     "content",
     "describe",
     "dtype_of",
@@ -128,6 +129,22 @@ def _tensor(value: torch.Tensor) -> dict[str, Any]:
 def dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that an entry of the manifest names."""
     return DTYPES[entry["dtype"]]
+
+
+def check_described(manifest: Mapping[str, Any]) -> None:
+    """Check before a save that its manifest will be accepted by a load.
+
+    Raises:
+        CheckpointError: Naming the entry that would not be.
+    """
+    try:
+        read_back = json.loads(json.dumps(manifest))
+        check_depth(read_back)
+        check_manifest(read_back)
+    except ValueError as error:
+        raise CheckpointError(
+            f"Expected a model and facts that a checkpoint can hold, but {error}."
+        ) from error
 
 
 def to_json(manifest: Mapping[str, Any]) -> str:

@@ -13,7 +13,10 @@ _LONGEST = 255
 
 def shown(value: object) -> str:
     """Write a value that came from a file for a message: on one line, and not too long."""
-    text = ascii(value) if isinstance(value, str) else repr(value)
+    try:
+        text = ascii(value) if isinstance(value, str) else repr(value)
+    except RecursionError:
+        text = f"a deep {type(value).__name__}"
     text = "".join(char if char.isprintable() else "?" for char in text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -63,6 +66,8 @@ def check_relative(name: object) -> str:
 def check_inside(folder: Path, name: object) -> Path:
     """Return the path of a file that is named relative to a folder.
 
+    In the Hugging Face cache the files of a snapshot are links to files beside the snapshots.
+
     Args:
         folder: The folder; it may itself be reached through a link.
         name: The relative path.
@@ -73,7 +78,9 @@ def check_inside(folder: Path, name: object) -> Path:
     """
     path = folder / check_relative(name)
     try:
-        inside = path.resolve().is_relative_to(folder.resolve())
+        root, target = folder.resolve(), path.resolve()
+        caches = [above.parent / "blobs" for above in root.parents if above.name == "snapshots"]
+        inside = any(target.is_relative_to(place) for place in (root, *caches))
     except (OSError, RuntimeError):  # a loop of links
         inside = False
     if not inside:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardplug.checkpoint.paths import check_inside, check_relative
+from shardplug.checkpoint.paths import check_inside
 from shardplug.checkpoint.safetensors_file import Entry, read_header
 from shardplug.checkpoint.schema import check_depth, check_manifest
 from shardplug.errors import CheckpointError
@@ -134,16 +134,10 @@ def read_index(file: Path) -> dict[str, str]:
 def check_weights_file(folder: Path, name: str) -> Path:
     """Return the path of a file that an index names.
 
-    In the Hugging Face cache a snapshot's files are links to files beside the snapshots.
-
     Raises:
         CheckpointError: When it is not in the folder.
     """
     try:
-        path = folder / check_relative(name)
-        cache = folder.resolve().parent
-        if cache.name == "snapshots" and path.resolve().is_relative_to(cache.parent / "blobs"):
-            return path
         return check_inside(folder, name)
     except ValueError as error:
         raise CheckpointError(

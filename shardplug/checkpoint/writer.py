@@ -31,7 +31,13 @@ from shardplug.checkpoint.durable import (
     naming,
     sync,
 )
-from shardplug.checkpoint.manifest import describe, optimizer_key, state_key, to_json
+from shardplug.checkpoint.manifest import (
+    check_described,
+    describe,
+    optimizer_key,
+    state_key,
+    to_json,
+)
 from shardplug.checkpoint.planners import SavePlanner
 from shardplug.checkpoint.rng import rng_state
 from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory, SnapshotPlanner
@@ -153,6 +159,7 @@ class Draft:
             self._manifest = describe(self._models, self._optimizers, run, modules)
             if self._rank == 0:
                 check_readable(whole)
+                check_described(self._manifest)
 
         together(check, _SAVING)
         check_agreement(self._models, self._optimizers)

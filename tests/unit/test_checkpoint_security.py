@@ -50,9 +50,18 @@ class Model(nn.Module):
         self.norm = nn.Linear(3, 3)
 
 
-def save(path: Path) -> Model:
+class LoraLike:
+    """What of an adapter's config PEFT would write."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"r": 1}
+
+
+def save(path: Path, **attributes: Any) -> Model:
     torch.manual_seed(0)
     model = Model()
+    for name, value in {**attributes, **({"save_pretrained": id} if attributes else {})}.items():
+        setattr(model, name, value)
     state = {n: p.detach() for n, p in model.named_parameters()}
     write(path, models=[state], optimizers=[], meta={"step": 1}, modules=[model])
     return model
@@ -169,6 +178,9 @@ def test_adapters_are_written_below_the_export(tmp_path: Path, name: str) -> Non
     change(tmp_path / "it", hugging_face=[{**entry, "peft": {"other": adapter}}])
     export(tmp_path / "it", tmp_path / "fine")
     assert (tmp_path / "fine" / "other" / "adapter_model.safetensors").is_file()
+    if len(name) < 9:  # such a name is refused when it is saved, too, while it can be changed
+        with pytest.raises(CheckpointError, match="the name of an adapter in hugging_face"):
+            save(tmp_path / "new", peft_config={name: LoraLike()})
     change(tmp_path / "it", hugging_face=[{**entry, "peft": {name: adapter}}])
     text = refused(tmp_path / "it", tmp_path / "out")
     assert "the name of an adapter in hugging_face[0]['peft'] is" in text

@@ -16,19 +16,21 @@ from shardplug.checkpoint.commit import MANIFEST, Aside, is_leftover, locate, ne
 from shardplug.errors import CheckpointError
 from tests.support.faults import failing, files_in
 
+OWN = '{"format": "shardplug"}'
+
 
 def folder(path: Path, text: str = "", *, whole: bool = True) -> Path:
     """Make what looks like a checkpoint."""
     path.mkdir(parents=True)
-    (path / "data").write_text(text)
+    (path / "__0_0.distcp").write_text(text)
     if whole:
-        (path / MANIFEST).write_text(text)
+        (path / MANIFEST).write_text(OWN)
     return path
 
 
 def fill(aside: Aside, text: str) -> None:
-    (aside.folder / "data").write_text(text)
-    (aside.folder / MANIFEST).write_text(text)
+    (aside.folder / "__0_0.distcp").write_text(text)
+    (aside.folder / MANIFEST).write_text(OWN)
 
 
 def save(target: Path, text: str) -> None:
@@ -43,14 +45,14 @@ def save(target: Path, text: str) -> None:
 
 
 def content(path: Path) -> str:
-    return (locate(path) / "data").read_text()
+    return (locate(path) / "__0_0.distcp").read_text()
 
 
 def test_a_folder_is_published_and_replaced(tmp_path: Path) -> None:
     save(tmp_path / "a", "1")
     save(tmp_path / "a", "2")
     assert content(tmp_path / "a") == "2"
-    assert files_in(tmp_path) == ["a", "a/data", f"a/{MANIFEST}"]
+    assert files_in(tmp_path) == ["a", "a/__0_0.distcp", f"a/{MANIFEST}"]
 
 
 @pytest.mark.parametrize("made", [(), ("x",)])
@@ -112,7 +114,9 @@ def test_a_killed_save_between_its_renames(tmp_path: Path) -> None:
     assert locate(tmp_path / "a") == old and content(tmp_path / "a") == "1"
     aside = Aside(tmp_path / "b", new_id())
     aside.open()  # puts it back
-    assert not old.exists() and (tmp_path / "a" / "data").read_text() == "1" and new.is_dir()
+    assert (
+        not old.exists() and (tmp_path / "a" / "__0_0.distcp").read_text() == "1" and new.is_dir()
+    )
     fill(aside, "3")
     aside.publish()
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
