@@ -55,10 +55,10 @@ def test_bytes_per_step_equal_the_table(
             assert found["gather"] == gathers * share * sent, case
             # gradients are reduced in fp32, also where bf16 is computed
             assert found["reduce"] == reduces * share * 4, case
-            # 8 bytes to every other rank beside each collective (CPU ranks only), and 8 bytes a
-            # parameter per window; the 0-dim parameter is averaged by itself.
+            # To every other rank 8 bytes beside each collective, and 8 bytes a parameter per
+            # window (on CPU ranks); the 0-dim parameter is averaged by itself.
             collectives = 4 * (gathers + reduces) + 1
-            expected = collectives * 8 * (world_size - 1) + 8 * (1 + found["managed"])
+            expected = (collectives + 1 + found["managed"]) * 8 * (world_size - 1)
             assert found["agreement"] == expected, case
             assert found["allreduce_"] == 8, case
             assert set(found) == {

@@ -53,7 +53,7 @@ def _same_as_torch(async_op: bool) -> None:
         torch.testing.assert_close(found, expected_part, atol=1e-6, rtol=1e-6)
     with raises_everywhere(NotImplementedError, "SUM or AVG"):
         reduce(found, mine, _group(), dist.ReduceOp.MAX)
-    order.end()
+    order.require_end()
 
 
 def _late_reductions() -> None:
@@ -78,8 +78,8 @@ def _orders_that_part() -> str:
     """The rank that is ahead with another use must not wait for it before it sees the first."""
     order = Order(_group(), compare=True)
     order.units += ["left", "right"]
-    first, _ = order.announce("gather", 0)
-    second, _ = order.announce("gather" if dist.get_rank() else "reduce", 1)
+    order.announce("gather", 0)
+    second = order.announce("gather" if dist.get_rank() else "reduce", 1)
     if dist.get_rank():
         order.announce("reduce", 0)
     error = ""
@@ -87,7 +87,7 @@ def _orders_that_part() -> str:
         second.confirm()
     except ScheduleError as caught:
         error = str(caught)
-    for again in (second.confirm, order.end, lambda: order.announce("gather", 0)):
+    for again in (second.confirm, order.require_end, lambda: order.announce("gather", 0)):
         with raises_everywhere(ScheduleError, error):
             again()
     return error
@@ -95,8 +95,7 @@ def _orders_that_part() -> str:
 
 def _checksums() -> None:
     order = Order(_group(), compare=False)
-    check, _ = order.announce("gather", dist.get_rank())
-    check.confirm()  # nothing is compared at once
+    order.announce("gather", dist.get_rank()).confirm()  # nothing is compared at once
     total = torch.tensor(order.checksum)
     dist.all_reduce(total)
     with raises_everywhere(ScheduleError, "orders differ", "mixed"):
