@@ -152,7 +152,7 @@ class PeerReduce(_Buffers):
 
         def finish() -> None:
             check.wait()
-            _add(received, op, output_tensor)
+            _add(received, bool(op == dist.ReduceOp.AVG), output_tensor)
 
         if self._may_wait(input_tensor.dtype):
             self._in_flight.replace(finish)
@@ -211,8 +211,9 @@ class ReplicaSum(dist.ProcessGroup):
         return _Done()
 
     def _sum(self, tensor: torch.Tensor, op: Any) -> None:
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise NotImplementedError(f"Expected SUM or AVG over replicas, got {op}.")
+        average = bool(op == dist.ReduceOp.AVG)
+        if not average and op != dist.ReduceOp.SUM:
+            raise NotImplementedError("Expected a SUM or AVG over replicas, got another reduction.")
         rank, size = self.rank(), self.size()
         if size == 1:
             return
@@ -228,7 +229,7 @@ class ReplicaSum(dist.ProcessGroup):
 
         def finish() -> None:
             check.wait()
-            _add(received, op, parts[rank])
+            _add(received, average, parts[rank])
             if not whole:
                 check.exchange(dict.fromkeys(range(size), parts[rank]), dict(enumerate(parts)))
                 check.wait()
@@ -243,14 +244,14 @@ class _Done(dist.Work):
         return True
 
 
-def _add(parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor) -> None:
+def _add(parts: Sequence[torch.Tensor], average: bool, out: torch.Tensor) -> None:
     """Sum or average tensors in their order; `out` may be one of them."""
     total = parts[0] if any(part is out for part in parts[2:]) else out
     with torch.no_grad():
         torch.add(parts[0], parts[1], out=total)
         for part in parts[2:]:
             total.add_(part)
-        if op == dist.ReduceOp.AVG:
+        if average:
             total.div_(len(parts))
         if total is not out:
             out.copy_(total)
