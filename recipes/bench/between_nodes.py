@@ -232,8 +232,9 @@ def report(results: list[tuple[Link, dict[str, Any]]], options: argparse.Namespa
         lines += table(link, found)
     lines += [
         "",
-        '"Its base" is the hand-written FSDP2 loop of the same schedule ("kept" leaves parameters gathered',
-        "between forward and backward, as stages 1 and 2 do; with 2 replicas each node has a whole copy).",
+        '"Its base" is the hand-written FSDP2 loop of the same schedule ("kept" leaves parameters',
+        "gathered between forward and backward, as stages 1 and 2 do; with 2 replicas each node has",
+        "a whole copy).",
         "KB and packets are those that leave the first node in a step, of at most 9000 bytes each.",
     ]
     return "\n".join(lines) + "\n"

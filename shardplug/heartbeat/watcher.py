@@ -80,7 +80,7 @@ class Watcher:
         self._seen: dict[int, tuple[str, float]] = {}  # a rank's beat, and when it came
         self._gone_since: float | None = None
         self._last_round = clock()
-        self._lost_first: list[str] | None = None  # who was lost when the store fell silent, if it is
+        self._lost_first: list[str] | None = None  # once the store is silent: who was lost by then
         self._verdict = ""
         self._moved = (0, clock())
         self._noticed = 0  # the progress at which this rank has last said where it is
