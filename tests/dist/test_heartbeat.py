@@ -70,8 +70,8 @@ def _train(out: str, fault: str, who: int) -> None:
 def test_every_rank_ends(pool: RankPool, tmp_path: Path, fault: str, who: int) -> None:
     pool.run(dist.get_rank, 2)  # what follows does not include the start of the ranks
     begin = time.monotonic()
-    pool.run(_train, 2, str(tmp_path), fault, who, expect_death=True, timeout=25)
-    assert time.monotonic() - begin < 25  # far above the limits of 2 s
+    pool.run(_train, 2, str(tmp_path), fault, who, expect_death=True, timeout=60)
+    assert time.monotonic() - begin < 60  # far above the limits of 2 s
     pool.close()  # the ranks are gone, though some may not be known to be yet
     text = (tmp_path / str(1 - who)).read_text()
     cause = {
