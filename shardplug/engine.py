@@ -250,7 +250,7 @@ class ZeroEngine:
             model,
             replicated,
             self._control,
-            self.device,
+            self.device_mesh,
             self._num_sharded,
             on_backward=self._on_backward,
         )

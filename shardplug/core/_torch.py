@@ -67,12 +67,14 @@ __all__ = [
     "refresh_dtypes",
     "register_extra_outputs",
     "replaced_parameters",
+    "replicas_of",
     "reset_iteration",
     "reshard_all",
     "reshard_own",
     "resting_layouts",
     "save_tensors",
     "set_collectives",
+    "set_replica_sum",
     "set_gather_ahead",
     "settle_root",
     "settle_shard",
@@ -425,6 +427,33 @@ def set_collectives(group: Any, gather: Any, reduce: Any) -> None:
     group._reduce_scatter_comm = reduce
 
 
+def replicas_of(group: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that hold copies of this rank's part of a unit; None without replicas."""
+    replicas: dist.ProcessGroup | None = group._all_reduce_process_group if group._is_hsdp else None
+    return replicas
+
+
+def set_replica_sum(group: Any, replicas: Any) -> None:
+    """Let something else than a process group sum a parameter group's gradients over replicas.
+
+    Args:
+        group: A parameter group with replicas.
+        replicas: Has a process group's `size` and `allreduce`, and as `error` what the latter has
+            raised.
+    """
+    group.mesh_info.replicate_process_group = replicas
+    group.post_backward = functools.partial(_raise_own, replicas, group.post_backward)
+
+
+def _raise_own(replicas: Any, original: Callable[..., None], *unused: Any) -> None:
+    try:
+        original(*unused)
+    except ValueError:
+        if replicas.error is not None:
+            raise replicas.error from None
+        raise
+
+
 def announce_collectives(group: Any, before: Callable[[str], object]) -> None:
     """Call `before("gather")` or `before("reduce")` ahead of a group's own collectives."""
     set_collectives(
@@ -438,11 +467,12 @@ def may_reduce_late(group: Any, dtype: torch.dtype) -> bool:
     """Whether the result of the group's reduction in `dtype` is read only after the backward.
 
     FSDP2 then takes views of the result for gradients. It reads it at once to add it to earlier
-    gradients, to cast it, to reduce it over replicas, or to hand it to hooks.
+    gradients, to cast it, to divide it (in dtypes other than fp32 and bf16), or to hand it to
+    hooks. With replicas this holds for the sum over them; the reduction before is read at once.
     """
     return (
         dtype == group._orig_dtype
-        and not group._is_hsdp
+        and dtype in (torch.float32, torch.bfloat16)
         and group._all_reduce_hook is None
         and all(
             param.sharded_param.grad is None

@@ -6,14 +6,16 @@ import atexit
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardplug.core import _torch
 from shardplug.core.order import Order
-from shardplug.core.peer import InFlight, PeerGather, PeerReduce
+from shardplug.core.peer import InFlight, PeerGather, PeerReduce, ReplicaSum
 from shardplug.errors import ModelError
 
 __all__ = ["Agreement", "control_group", "settle_at_exit"]
@@ -59,9 +61,11 @@ class Agreement:
         root: The sharded model.
         replicated: Parameters that every rank holds whole.
         group: The CPU-side group over all ranks.
-        device: Where the model is.
+        mesh: That the model is sharded over, of one axis or two (replicas, shards).
         index: Number of the model within the engine.
         on_backward: Called when a backward reaches a unit.
+        direct: Whether the collectives are direct messages between CPU ranks, each of which is
+            compared, or torch's own, compared once per window. None means what the device needs.
     """
 
     def __init__(
@@ -69,9 +73,10 @@ class Agreement:
         root: nn.Module,
         replicated: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
-        device: torch.device,
+        mesh: DeviceMesh,
         index: int,
         on_backward: Callable[[], None],
+        direct: bool | None = None,
     ) -> None:
         self._root = root
         self._group = group
@@ -80,26 +85,36 @@ class Agreement:
         self._replicated = [p for p in replicated if p.is_floating_point()]
         self._watch = _torch.BackwardWatch(root, on_backward)
         self._without_grad: list[nn.Parameter] = []
-        self._order = Order(group, compare=device.type == "cpu", first_code=index << 16)
+        direct = mesh.device_type == "cpu" if direct is None else direct
+        self._order = Order(
+            group,
+            compare=direct,
+            first_code=index << 16,
+            parts=[mesh.get_group(axis) for axis in range(mesh.ndim)],
+        )
         self._in_flight = InFlight()
         if self._world_size > 1:
-            self._direct_collectives(root, device)
+            for unit, (name, parameters) in enumerate(_torch.unit_groups(root)):
+                self._order.units.append(name)
+                if direct:
+                    self._exchange_directly(unit, parameters)
+                else:
+                    announce = functools.partial(self._order.announce, unit=unit)
+                    _torch.announce_collectives(parameters, announce)
+            _torch.after_root_backward(root, self._in_flight.complete)
 
-    def _direct_collectives(self, root: nn.Module, device: torch.device) -> None:
-        for unit, (name, group) in enumerate(_torch.unit_groups(root)):
-            self._order.units.append(name)
-            if device.type == "cpu":
-                may_wait = functools.partial(_torch.may_reduce_late, group)
-                _torch.set_collectives(
-                    group,
-                    PeerGather(self._order, unit),
-                    PeerReduce(self._order, unit, self._in_flight, may_wait),
-                )
-            else:
-                _torch.announce_collectives(
-                    group, functools.partial(self._order.announce, unit=unit)
-                )
-        _torch.after_root_backward(root, self._in_flight.complete)
+    def _exchange_directly(self, unit: int, parameters: Any) -> None:
+        may_wait = functools.partial(_torch.may_reduce_late, parameters)
+        replicas = _torch.replicas_of(parameters)
+        now_or_later = may_wait if replicas is None else lambda _: False
+        _torch.set_collectives(
+            parameters,
+            PeerGather(self._order, unit),
+            PeerReduce(self._order, unit, self._in_flight, now_or_later),
+        )
+        if replicas is not None:
+            total = ReplicaSum(self._order, unit, replicas, self._in_flight, may_wait)
+            _torch.set_replica_sum(parameters, total)
 
     def window_opens(self) -> None:
         """Look at the parameters before the window's first backward.
@@ -134,9 +149,9 @@ class Agreement:
         """
         fresh, self._without_grad = self._without_grad, []
         if self._world_size > 1:
-            self._order.end()  # before any other message, which would meet one of another rank's
-            self._average_replicated()
+            # Before any other message, which could be taken for one of a rank that is not through.
             used = self._agree_on_used()
+            self._average_replicated()
         else:
             used = self._watch.used
         for parameter in fresh:
@@ -152,16 +167,16 @@ class Agreement:
             ScheduleError: On every rank, when some have more to do.
         """
         if self._world_size > 1:
-            self._order.end()
+            self._order.require_end()
 
     def _agree_on_used(self) -> set[int]:
         message = torch.zeros(1 + len(self._parameters), dtype=torch.int64)
         message[0] = self._order.checksum
         for index, parameter in enumerate(self._parameters):
             message[1 + index] = id(parameter) in self._watch.used
-        dist.all_reduce(message, group=self._group)
-        self._order.require_same(int(message[0]))
-        flags = message[1:].tolist()
+        total = self._order.end(message)
+        self._order.require_same(int(total[0]))
+        flags = total[1:].tolist()
         return {id(p) for p, count in zip(self._parameters, flags, strict=True) if count}
 
     def _average_replicated(self) -> None:

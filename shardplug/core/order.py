@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardplug.core.channel import END, PARTED, Channel, Comparison, send_and_receive
+from shardplug.core.waiting import waiting
 from shardplug.errors import ScheduleError
 
-__all__ = ["Check", "Order"]
+__all__ = ["KINDS", "Check", "Order"]
 
-_END = -1
-_TAG = 1 << 30  # above the tags of any unit's messages
+KINDS = ("gather", "reduce", "sum over replicas")
+"""What a unit is exchanged for; messages have the tag 4 * unit + place in this list, and more."""
+
+_VERBS = ("gathers", "reduces the gradients of", "sums over the replicas the gradients of")
 _ADVICE = (
     "A branch that only some ranks take must not be a unit of its own: leave its class out of "
     "`units`, or run it on every rank (for example with an empty input times zero). A forward, "
@@ -23,13 +28,39 @@ _ADVICE = (
 
 
 class Check:
-    """A comparison of all ranks' next collective that is under way."""
+    """A comparison of the ranks' next collective that is under way, and the collective's messages.
 
-    def __init__(self, order: Order, code: int, everyone: torch.Tensor | None, works: Any) -> None:
+    Args:
+        order: Where it was announced.
+        channel: Of the ranks that take part; None where nothing is compared.
+        comparison: The comparison.
+        group: The ranks that take part.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        channel: Channel | None,
+        comparison: Comparison,
+        group: dist.ProcessGroup,
+    ) -> None:
         self._order = order
-        self._code = code
-        self._everyone = everyone
-        self._works = works
+        self.channel = channel
+        self.comparison = comparison
+        self._group = group
+        self.messages: list[Any] = []
+        """Those that have not arrived yet."""
+
+    def exchange(self, send: dict[int, torch.Tensor], receive: dict[int, torch.Tensor]) -> None:
+        """Begin to exchange the collective's tensors, by rank in its group.
+
+        Raises:
+            ScheduleError: When another rank is gone, as the ranks differ.
+        """
+        self.messages += self._order.attempt(
+            self.comparison.code,
+            lambda: send_and_receive(self._group, self.comparison.code, send, receive),
+        )
 
     def confirm(self) -> None:
         """Wait for the comparison.
@@ -37,27 +68,19 @@ class Check:
         Raises:
             ScheduleError: On every rank, naming the units, when the ranks differ.
         """
-        if self._everyone is not None or self._order.parted is not None:
-            self._order.confirm_through(self)
+        if self.channel is not None:
+            self._order.confirm_through(self.channel, self.comparison)
 
-    def compare(self) -> str | None:
-        """Wait for the comparison; return what differs, if anything does."""
-        assert self._everyone is not None
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Another rank failed, is gone, or did not come in time, when this rank "
-                f"{self._order.describe_one(self._code)}. Look at the first error of the other "
-                "ranks; if they have none, they did not make this call. "
-                f"({str(error).partition(chr(10))[0]})"
-            ) from error
-        self._works.clear()
-        codes: list[int] = self._everyone.tolist()
-        self._everyone = None
-        same = all(code == self._code for code in codes)
-        return None if same else self._order.describe(codes)
+    def wait(self) -> None:
+        """Wait for the comparison, then for the messages.
+
+        Raises:
+            ScheduleError: On every rank, naming the units, when the ranks differ.
+        """
+        with waiting():
+            self.confirm()
+            self._order.attempt(self.comparison.code, lambda: _wait_all(self.messages))
+        self.messages.clear()
 
 
 class Order:
@@ -65,78 +88,96 @@ class Order:
 
     Ranks that use different units would exchange the wrong bytes, or wait for each other for
     ever. A checksum of the order is compared once per window, before the optimizer can step;
-    with `compare` each collective is also accompanied by a message of 8 bytes to every other rank.
+    with `compare` each collective is also accompanied by a message of 8 bytes to every other rank
+    that takes part in it. A rank that finds a difference tells all others before it raises.
 
     Args:
         group: The CPU-side group over all ranks.
         compare: Compare at every collective.
         first_code: Where this model's codes begin; those of two models must not overlap.
+        parts: Groups of some ranks that exchange among themselves; all ranks have theirs.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, compare: bool, first_code: int = 0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        compare: bool,
+        first_code: int = 0,
+        parts: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
         self._group = group
         self._first_code = first_code
         self._world_size = dist.get_world_size(group)
-        self._compare = compare and self._world_size > 1
+        self._channels: dict[dist.ProcessGroup, Channel] = {}
+        if compare and self._world_size > 1:
+            self._channels = {one: Channel.of(one, first_code) for one in (group, *parts)}
         self.units: list[str] = []
         """Names of the units, by index."""
         self.checksum = 0
         """Of the order since the window began; below 2**31, so that sums over ranks are exact."""
-        self.parted: str | None = None
+        failures = (channel.failure for channel in self._channels.values())
+        self.parted: str | None = next(filter(None, failures), None)
         """How the ranks' orders parted. Messages of the units concerned may still be under way,
         so that nothing can be exchanged any more."""
-        self._pending: deque[Check] = deque()
-        self._messages: list[list[Any]] = []
+        self._checks: list[Check] = []
 
-    def announce(self, kind: str, unit: int) -> tuple[Check, int]:
+    @property
+    def compares(self) -> bool:
+        """Whether each collective is compared."""
+        return bool(self._channels)
+
+    def announce(self, kind: str, unit: int, group: dist.ProcessGroup | None = None) -> Check:
         """Note the next collective.
 
         Args:
-            kind: "gather" or "reduce".
+            kind: One of `KINDS`.
             unit: The unit's index.
+            group: The ranks that take part; None means all.
 
         Returns:
-            The comparison to confirm before the result is used, and a tag for the messages.
+            The comparison to confirm before the result is used.
         """
-        code = self._first_code + unit * 2 + (kind == "reduce")
+        code = self._first_code + unit * 4 + KINDS.index(kind)
         self.checksum = zlib.crc32(code.to_bytes(4, "little"), self.checksum) & 0x7FFFFFFF
-        return self._start(code), code
+        return self._start(code, group or self._group)
 
-    def _start(self, code: int) -> Check:
-        if not self._compare:
-            return Check(self, code, None, None)
+    def _start(self, code: int, group: dist.ProcessGroup) -> Check:
+        if not self._channels:
+            return Check(self, None, Comparison(code), group)
         if self.parted is not None:
             raise ScheduleError(self.parted)
-        check = self._begin(code)
-        self._pending.append(check)
+        channel = self._channels[group]
+        comparison = self.attempt(code, lambda: channel.compare(code))
+        check = Check(self, channel, comparison, group)
+        # What is under way is kept: a rank that finds a difference unwinds, and a message dropped
+        # there might not have left yet, for which a peer would wait in vain.
+        self._checks = [kept for kept in self._checks if kept.messages or not kept.comparison.done]
+        self._checks.append(check)
         return check
 
-    def _begin(self, code: int) -> Check:
-        # Direct messages, as the units' are: those of one pair of ranks arrive in order.
-        rank, group = dist.get_rank(self._group), self._group
-        tag = _TAG + self._first_code
-        everyone = torch.full((self._world_size,), code, dtype=torch.int64)
-        mine = torch.tensor([code], dtype=torch.int64)
-        others = [peer for peer in range(self._world_size) if peer != rank]
-        works: list[Any] = [
-            dist.irecv(everyone[peer : peer + 1], group=group, group_src=peer, tag=tag)
-            for peer in others
-        ]
-        works += [dist.isend(mine, group=group, group_dst=peer, tag=tag) for peer in others]
-        self.hold(works)
-        return Check(self, code, everyone, works)
+    def attempt(self, code: int, action: Callable[[], Any]) -> Any:
+        """Do something that fails where another rank is gone, and say why if it is known.
 
-    def hold(self, messages: list[Any]) -> None:
-        """Keep messages alive until their list is emptied, that is, until they have arrived.
-
-        A rank that finds a difference unwinds. A message dropped there might not have left yet,
-        and a peer that needs it before it finds the difference would wait in vain.
+        Raises:
+            ScheduleError: When another rank has raised it before it went.
+            RuntimeError: When another rank is gone for another reason.
         """
-        self._messages = [kept for kept in self._messages if kept]
-        self._messages.append(messages)
+        try:
+            return action()
+        except RuntimeError as error:
+            for channel in self._channels.values():
+                if text := channel.failure_of_others():
+                    self._part(text)
+                    raise ScheduleError(text) from error
+            raise RuntimeError(
+                f"Another rank failed, is gone, or did not come in time, when this rank "
+                f"{self.describe_one(code)}. Look at the first error of the other ranks; if they "
+                f"have none, they did not make this call. ({str(error).partition(chr(10))[0]})"
+            ) from error
 
-    def confirm_through(self, check: Check) -> None:
-        """Confirm every comparison up to `check`, in the order they were started.
+    def confirm_through(self, channel: Channel, comparison: Comparison) -> None:
+        """Confirm every comparison of a channel up to this one, in the order they were started.
 
         A rank that finds a difference starts no more of them, so its peers must not wait for a
         later one first.
@@ -144,21 +185,68 @@ class Order:
         Raises:
             ScheduleError: On every rank, when the ranks differ.
         """
-        while self.parted is None:
-            first = self._pending[0]
-            self.parted = first.compare()  # raises, and may be asked again, when a rank is gone
-            self._pending.popleft()
-            if first is check and self.parted is None:
-                return
-        raise ScheduleError(self.parted)
+        while self.parted is None and not comparison.done:
+            first = channel.pending[0]
+            text = self.attempt(first.code, lambda: self._compare(channel, first))  # noqa: B023
+            if text is not None:
+                self._part(text)
+                break
+            first.done = True
+            channel.pending.popleft()
+        if self.parted is not None:
+            raise ScheduleError(self.parted)
 
-    def end(self) -> None:
-        """Compare that every rank is through with the window's collectives.
+    def _compare(self, channel: Channel, comparison: Comparison) -> str | None:
+        """Wait for a comparison; return what differs, if anything does."""
+        assert comparison.codes is not None
+        _wait_all(comparison.works)
+        codes: list[int] = comparison.codes.tolist()
+        if PARTED in codes:
+            return channel.failure_of_others([p for p, code in enumerate(codes) if code == PARTED])
+        same = all(code == comparison.code for code in codes)
+        return None if same else self.describe(codes, channel.ranks)
+
+    def _part(self, text: str) -> None:
+        """Tell all ranks, and let what they need of this one leave before it does."""
+        self.parted = text
+        works = [work for channel in self._channels.values() for work in channel.fail(text)]
+        for check in self._checks:
+            if check.comparison.done:  # the others are there, too
+                works += check.messages
+        for work in works:
+            with contextlib.suppress(RuntimeError):  # to a rank that is gone
+                work.wait()
+
+    def end(self, message: torch.Tensor) -> torch.Tensor:
+        """Compare that every rank is through with the window's collectives, and sum a message.
+
+        Args:
+            message: int64, of the same size on every rank.
+
+        Returns:
+            The sum over the ranks.
 
         Raises:
             ScheduleError: On every rank, when some have more to do.
         """
-        self._start(_END).confirm()
+        if not self.compares:
+            dist.all_reduce(message, group=self._group)
+            return message
+        check = self._start(END, self._group)
+        # Both at once, since a link between nodes may take long.
+        received, check.messages = self.attempt(
+            END, lambda: self._channels[self._group].exchange(message)
+        )
+        check.wait()
+        return torch.stack([message, *received]).sum(0)
+
+    def require_end(self) -> None:
+        """Compare that every rank is through with what it gathers, where each use is compared.
+
+        Raises:
+            ScheduleError: On every rank, when some have more to do.
+        """
+        self._start(END, self._group).confirm()
 
     def restart(self) -> None:
         """Begin a new window."""
@@ -166,16 +254,16 @@ class Order:
 
     def describe_one(self, code: int) -> str:
         """Say what a rank was about to do."""
-        if code == _END:
+        if code == END:
             return "had finished its backward"
-        verb = "reduces the gradients of" if code % 2 else "gathers"
-        unit = (code - self._first_code) // 2
+        unit, kind = divmod(code - self._first_code, 4)
         known = 0 <= unit < len(self.units)
-        return f"{verb} {self.units[unit] if known else 'another model'}"
+        return f"{_VERBS[kind]} {self.units[unit] if known else 'another model'}"
 
-    def describe(self, codes: list[int]) -> str:
-        """Say what each rank was about to do."""
-        rows = "; ".join(f"rank {rank} {self.describe_one(c)}" for rank, c in enumerate(codes))
+    def describe(self, codes: Sequence[int], ranks: Sequence[int]) -> str:
+        """Say what each of some ranks was about to do."""
+        said = zip(ranks, codes, strict=True)
+        rows = "; ".join(f"rank {rank} {self.describe_one(code)}" for rank, code in said)
         return f"Expected every rank to use the same units in the same order, but {rows}. {_ADVICE}"
 
     def require_same(self, total: int) -> None:
@@ -190,3 +278,8 @@ class Order:
                 "this window, but the ranks' orders differ: gradients of different units may "
                 f"have been mixed. {_ADVICE}"
             )
+
+
+def _wait_all(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()

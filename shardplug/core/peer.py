@@ -2,8 +2,9 @@
 
 gloo's reduce-scatter is an all-reduce inside and moves 2(N-1)/N of its input per rank; sending
 each peer its part moves (N-1)/N. Messages between two ranks are also the one kind of transfer
-that gloo carries on beside the computation without a thread of ours. Both classes follow the
-interfaces of FSDP2's `set_custom_all_gather` and `set_custom_reduce_scatter`.
+that gloo carries on beside the computation without a thread of ours. The classes follow the
+interfaces of FSDP2's `set_custom_all_gather` and `set_custom_reduce_scatter`, and that of a process
+group's all-reduce.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardplug.core.order import Check, Order
-from shardplug.core.waiting import waiting
+from shardplug.core.order import KINDS, Check, Order
 
-__all__ = ["InFlight", "PeerGather", "PeerReduce"]
+__all__ = ["InFlight", "PeerGather", "PeerReduce", "ReplicaSum"]
 
 
 class _Buffers:
@@ -55,21 +55,13 @@ class PeerGather(_Buffers):
             group: The N ranks.
             async_op: Return a handle to wait on instead of waiting.
         """
-        check, tag = self._order.announce("gather", self._unit)
+        check = self._order.announce("gather", self._unit, group)
         rank, size = group.rank(), group.size()
         parts = output_tensor.view(size, -1)
-        works: list[Any] = [
-            dist.irecv(parts[peer], group=group, group_src=peer, tag=tag)
-            for peer in _others(rank, size)
-        ]
-        works += [
-            dist.isend(input_tensor, group=group, group_dst=peer, tag=tag)
-            for peer in reversed(_others(rank, size))
-        ]
+        check.exchange(dict.fromkeys(range(size), input_tensor), dict(enumerate(parts)))
         if parts[rank].data_ptr() != input_tensor.data_ptr():
             parts[rank].copy_(input_tensor)
-        self._order.hold(works)
-        handle = _Gathering(check, works)
+        handle = _Gathering(check)
         if async_op:
             return handle
         handle.wait()
@@ -77,17 +69,12 @@ class PeerGather(_Buffers):
 
 
 class _Gathering(dist.Work):
-    def __init__(self, check: Check, works: list[Any]) -> None:
+    def __init__(self, check: Check) -> None:
         super().__init__()
         self._check = check
-        self._works = works
 
     def wait(self, timeout: Any = None) -> bool:
-        with waiting():
-            self._check.confirm()
-            for work in self._works:
-                work.wait()
-        self._works.clear()
+        self._check.wait()
         return True
 
 
@@ -156,38 +143,115 @@ class PeerReduce(_Buffers):
         """
         if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"Expected a synchronous SUM or AVG, got {op}, {async_op}.")
-        check, tag = self._order.announce("reduce", self._unit)
+        check = self._order.announce("reduce", self._unit, group)
         rank, size = group.rank(), group.size()
         parts = list(input_tensor.view(size, -1).unbind())
-        works: list[Any] = []
-        received = list(parts)
-        for peer in _others(rank, size):
-            received[peer] = torch.empty_like(output_tensor)
-            works.append(dist.irecv(received[peer], group=group, group_src=peer, tag=tag))
-        works += [
-            dist.isend(parts[peer], group=group, group_dst=peer, tag=tag)
-            for peer in reversed(_others(rank, size))
-        ]
-        self._order.hold(works)
+        received = [torch.empty_like(output_tensor) for _ in range(size - 1)]
+        received.insert(rank, parts[rank])
+        check.exchange(dict(enumerate(parts)), dict(enumerate(received)))
 
         def finish() -> None:
-            with waiting():
-                check.confirm()
-                for work in works:
-                    work.wait()
-            works.clear()
-            with torch.no_grad():
-                torch.add(received[0], received[1], out=output_tensor)
-                for part in received[2:]:
-                    output_tensor.add_(part)
-                if op == dist.ReduceOp.AVG:
-                    output_tensor.div_(size)
+            check.wait()
+            _add(received, bool(op == dist.ReduceOp.AVG), output_tensor)
+
+        if self._may_wait(input_tensor.dtype):
+            self._in_flight.replace(finish)
+        else:
+            finish()
+
+
+class ReplicaSum(dist.ProcessGroup):
+    """Stands for the group of replicas where FSDP2 sums a unit's reduced gradients over them.
+
+    FSDP2 has no interface for a custom all-reduce; it hands the tensor to the group. As with
+    `PeerReduce`, the result may be left to arrive during the next units' backward.
+
+    Args:
+        order: Where each use is announced.
+        unit: The unit's index.
+        group: The replicas' ranks.
+        in_flight: Shared by the units of a model.
+        may_wait: Tells, at a use, whether the result is not needed at once.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        unit: int,
+        group: dist.ProcessGroup,
+        in_flight: InFlight,
+        may_wait: Callable[[torch.dtype], bool],
+    ) -> None:
+        super().__init__(group.rank(), group.size())
+        self._order = order
+        self._unit = unit
+        self._group = group
+        self._in_flight = in_flight
+        self._may_wait = may_wait
+        self.error: Exception | None = None
+        """What the last use has raised. torch's log of errors asks for the backend of the group,
+        which it does not know, and raises that instead."""
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+        """Write the sum or average of the replicas' tensors, added in rank order.
+
+        Args:
+            tensors: One contiguous tensor of any shape, summed in place.
+            options: Of which `reduceOp` is SUM or AVG.
+
+        Raises:
+            NotImplementedError: For another reduction.
+        """
+        self.error = None
+        try:
+            self._sum(tensors[0], options.reduceOp)
+        except Exception as error:
+            self.error = error
+            raise
+        return _Done()
+
+    def _sum(self, tensor: torch.Tensor, op: Any) -> None:
+        average = bool(op == dist.ReduceOp.AVG)
+        if not average and op != dist.ReduceOp.SUM:
+            raise NotImplementedError("Expected a SUM or AVG over replicas, got another reduction.")
+        rank, size = self.rank(), self.size()
+        if size == 1:
+            return
+        check = self._order.announce(KINDS[2], self._unit, self._group)
+        flat = tensor.view(-1)
+        # Between two, the whole tensor takes as many bytes as its halves there and back, and one
+        # message's time instead of two.
+        whole = size == 2 or flat.numel() < size
+        parts = [flat] * size if whole else list(flat.tensor_split(size))
+        received = [torch.empty_like(parts[rank]) for _ in range(size - 1)]
+        received.insert(rank, parts[rank])
+        check.exchange(dict(enumerate(parts)), dict(enumerate(received)))
+
+        def finish() -> None:
+            check.wait()
+            _add(received, average, parts[rank])
+            if not whole:
+                check.exchange(dict.fromkeys(range(size), parts[rank]), dict(enumerate(parts)))
+                check.wait()
 
         self._in_flight.replace(finish)
-        if not self._may_wait(input_tensor.dtype):
+        if not self._may_wait(tensor.dtype):
             self._in_flight.complete()
 
 
-def _others(rank: int, size: int) -> list[int]:
-    """Return the other ranks, each rank starting with another one."""
-    return [(rank + offset) % size for offset in range(1, size)]
+class _Done(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+def _add(parts: Sequence[torch.Tensor], average: bool, out: torch.Tensor) -> None:
+    """Sum or average tensors in their order; `out` may be one of them."""
+    total = parts[0] if any(part is out for part in parts[2:]) else out
+    with torch.no_grad():
+        torch.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            total.add_(part)
+        if average:
+            total.div_(len(parts))
+        if total is not out:
+            out.copy_(total)

@@ -47,6 +47,7 @@ class Watcher:
             keep the store, and with it the verdict that ended the attempt before.
         end: Ends the process; for tests.
         clean_up: Called before that.
+        clock: Seconds since some moment, by which silences are measured; for tests.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Watcher:
         name: str = "",
         end: Callable[[int], Any] = os._exit,
         clean_up: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert limits.silence_seconds is not None
         self.store = store
@@ -72,12 +74,15 @@ class Watcher:
         self._pause = min(1.0, self._silence / 20)
         self._end_process = end
         self._clean_up = clean_up
+        self._clock = clock
         self._own = Process.own()
         self._others: dict[int, Process] = {}
         self._seen: dict[int, tuple[str, float]] = {}  # a rank's beat, and when it came
         self._gone_since: float | None = None
-        self._last_round = time.monotonic()
-        self._moved = (0, time.monotonic())
+        self._last_round = clock()
+        self._lost_first: list[str] | None = None  # once the store is silent: who was lost by then
+        self._verdict = ""
+        self._moved = (0, clock())
         self._noticed = 0  # the progress at which this rank has last said where it is
         self._longest = 0.0  # seconds from one progress to the next
         self._raised = 0  # exceptions that this rank has told of
@@ -114,16 +119,20 @@ class Watcher:
             may_follow: It may be what the loss of another rank looks like from here.
         """
         self._raised += 1
-        lost = self._lost_ranks()
+        if may_follow and self._lost_first is not None:
+            lost = [self._store_is_silent()]
+        else:
+            lost = self._lost_ranks()
         deadline = time.monotonic() + 1.0  # a killed process closes its connections, then ends
         while may_follow and not lost and time.monotonic() < deadline:
             time.sleep(0.05)
             lost = self._lost_ranks()
-        cause = f"rank {self._rank} ({self._own}) raised\n{text}"
-        if lost:  # the exception follows from it
-            cause = "; ".join(lost)
-            print(f"shardplug: first cause: {cause}", file=sys.stderr, flush=True)
+        # The exception follows from a loss.
+        cause = "; ".join(lost) or f"rank {self._rank} ({self._own}) raised\n{text}"
         self._send("verdict", cause)
+        if lost:  # who is gone may have been ended, for what another rank had found first
+            cause = self._verdict or cause
+            print(f"shardplug: first cause: {cause}", file=sys.stderr, flush=True)
 
     def leave(self) -> None:
         """Stop beating; where the store is in this process, others may have to hear of it."""
@@ -150,7 +159,7 @@ class Watcher:
         beats = 0
         while not self._ended.is_set():
             beats += 1
-            self._excuse_all_after(self._last_round, time.monotonic())
+            self._excuse_all_after(self._last_round, self._clock())
             try:
                 self._round(beats)
             except RuntimeError as error:  # torch's errors of a store that is gone
@@ -158,7 +167,7 @@ class Watcher:
                     return  # the job is over
                 self._wait_for_store(error)
                 return
-            self._last_round = time.monotonic()
+            self._last_round, self._lost_first = self._clock(), None
             self._wake.wait(min(self._pause, 0.05) if self._leaving else self._pause)
             self._wake.clear()
 
@@ -168,7 +177,7 @@ class Watcher:
         while self._outgoing:
             name, text, sent = self._outgoing[0]
             if name == "verdict":
-                self._connection.compare_set(self._key(name), "", text)
+                self._verdict = self._connection.compare_set(self._key(name), "", text).decode()
             else:
                 self._connection.set(self._key(name), text)
                 if name.startswith("raised/"):
@@ -199,7 +208,7 @@ class Watcher:
             }
 
     def _hear_of_exceptions(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for number in range(1, self._connection.add(self._key("raised"), 0) + 1):
             key = f"raising/{number}"
             if not self._connection.check([self._key(key)]):
@@ -223,7 +232,7 @@ class Watcher:
                 break
         else:
             return
-        now = time.monotonic()
+        now = self._clock()
         key = self._key(f"beat/{rank}")
         beat = self._get(f"beat/{rank}") if self._connection.check([key]) else ""
         if self._seen.get(rank, ("", 0.0))[0] != beat or rank not in self._seen:
@@ -241,13 +250,15 @@ class Watcher:
     # ---------------------------------------------------------------- the clock
 
     def _watch_always(self) -> None:
-        before = time.monotonic()
+        before = self._clock()
         while not self._ended.wait(self._pause):
-            now = time.monotonic()
+            now = self._clock()
             self._excuse_all_after(before, now)
             before = now
+            if self._lost_first is None and now - self._last_round > self._silence / 4:
+                self._lost_first = self._lost_ranks()
             if now - self._last_round > self._silence:
-                self._end(self._store_is_silent(now - self._last_round))
+                self._end(self._store_is_silent())
             stall = self._limits.stall_seconds
             still = now - self._moved[1]
             if self.progress != self._moved[0]:
@@ -268,24 +279,35 @@ class Watcher:
         """Start all clocks anew where this process was stopped itself, as then maybe all were."""
         if now - before <= self._pause + max(1.0, self._silence / 4):
             return
-        self._last_round = now
+        self._last_round, self._lost_first = now, None
         self._moved = (self.progress, now)
         self._seen = {rank: (beat, now) for rank, (beat, _) in self._seen.items()}
 
     def _wait_for_store(self, error: Exception) -> None:
         """The store has gone; its process may have ended in peace, and this one be about to."""
-        deadline = time.monotonic() + self._limits.grace_seconds
-        while time.monotonic() < deadline and not self._ended.wait(self._pause):
-            self._last_round = time.monotonic()
+        begin = time.monotonic()
+        # Ranks that are lost later than at once were ended for the same reason as this one is.
+        at_once = min(1.0, self._limits.grace_seconds / 2) if self._lost_first is None else 0.0
+        lost = self._lost_first or []
+        while True:
+            passed = time.monotonic() - begin
+            if not lost and passed < at_once:
+                lost = self._lost_ranks()
+            if passed >= self._limits.grace_seconds or self._ended.wait(self._pause):
+                break
+            self._last_round = self._clock()
             if self._leaving or not dist.is_initialized():
                 return
-        lost = "; ".join(self._lost_ranks())
         reason = str(error).partition("\n")[0]
-        self._end(lost or f"the store that the ranks met in is gone ({reason})")
+        self._end("; ".join(lost) or f"the store that the ranks met in is gone ({reason})")
 
-    def _store_is_silent(self, seconds: float) -> str:
-        lost = "; ".join(self._lost_ranks())
-        return lost or f"the store that the ranks met in has not answered for {seconds:.0f} s"
+    def _store_is_silent(self) -> str:
+        """Say why: a rank that was lost before it fell silent, as those lost later follow."""
+        seconds = self._clock() - self._last_round
+        return "; ".join(self._lost_first or []) or (
+            f"the store that the ranks met in has not answered for {seconds:.0f} s: its process, "
+            "its machine or the network to it is down"
+        )
 
     # ---------------------------------------------------------------- verdicts
 
@@ -297,6 +319,7 @@ class Watcher:
         """Say why, and end this process, which may be in the middle of anything."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # the other thread is at it
+        self._verdict = self._verdict or cause
         if self._raised:  # its own exception is on its way out
             self._ended.wait(self._limits.grace_seconds)
         stack = _main_stack()

@@ -431,17 +431,27 @@ class _Walker:
             self._sent["replicas"] += 2 * output * (setup.replicas - 1) // setup.replicas
         casts = size.reduce_width != size.master_width
         first = unit not in self._reduced
+        at_once = casts or not first or setup.masters_away
         if setup.device == "cpu" and setup.shards > 1:
             received = output * (setup.shards - 1)
             self._add("communication", received)
-            # Starting this reduction completes the one before.
-            self._held["communication"] -= self._in_flight
-            self._in_flight = received + size.reduce_input
-            if casts or not first or setup.replicas > 1 or setup.masters_away:
+            if setup.replicas == 1:
+                self._leave_in_flight(received + size.reduce_input)
+            if at_once or setup.replicas > 1:
                 self._held["communication"] -= received
-                self._in_flight, self._kept_input = 0, size.reduce_input
+                self._kept_input = size.reduce_input
+                if setup.replicas == 1:
+                    self._in_flight = 0
         else:
             self._kept_input = size.reduce_input
+        if setup.device == "cpu" and setup.replicas > 1:
+            # Two replicas exchange the whole, more of them a part each.
+            part = output if setup.replicas == 2 else output // setup.replicas
+            self._add("communication", part * (setup.replicas - 1))
+            self._leave_in_flight(part * (setup.replicas - 1))
+            if at_once:
+                self._held["communication"] -= self._in_flight
+                self._in_flight = 0
         master = output // size.reduce_width * size.master_width
         if casts:
             self._add("gradients", master)
@@ -462,6 +472,11 @@ class _Walker:
         elif first:  # a later one is added to it
             self._held[self._reduced_kind] += master
             self._reduced[unit] = master
+
+    def _leave_in_flight(self, num_bytes: int) -> None:
+        """Starting this reduction, or sum over replicas, completes the one before."""
+        self._held["communication"] -= self._in_flight
+        self._in_flight = num_bytes
 
     def _largest_shard(self, unit: int) -> int:
         plans = [self._layout.parameters[i] for i in self._layout.units[unit].parameters]

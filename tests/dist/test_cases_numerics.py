@@ -447,6 +447,40 @@ def _replicas(stage: int) -> None:
     assert_same_weights(engine, model, reference)
 
 
+def _summed_over_replicas_later(dtype: str | None) -> None:
+    """FSDP2's own switch leaves the sum over the replicas to a later backward."""
+    engine, model, reference = _pair(2, replicate_size=2, param_dtype=dtype, reduce_dtype=dtype)
+    for step in range(2):
+        for last in (False, False, True):
+            model.set_requires_all_reduce(last)
+            (_loss(model, step, int(last), engine.rank) / 3).backward()
+        for rank in range(engine.world_size):
+            micros = (_loss(reference, step, micro, rank) / 3 for micro in (0, 0, 1))
+            (sum(micros) / engine.world_size).backward()
+        engine.after_backward()
+        assert_close(gradients(model), gradients(reference), GRADIENTS if dtype is None else 2e-2)
+        for net in (model, reference):
+            net.zero_grad()
+
+
+def _gradients_in(dtype: torch.dtype, replicate_size: int) -> None:
+    """FSDP2 divides gradients of other dtypes than fp32 and bf16 before and after the sum."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(dtype)
+    reference = copy.deepcopy(model)
+    engine = ZeroEngine(ZeroConfig(stage=3, units=("Linear",), replicate_size=replicate_size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no fp32 masters
+        engine.shard(model)
+    inputs = [torch.randn(4, 8).to(dtype) for _ in range(engine.world_size)]
+    for x in inputs:
+        (reference(x).square().sum() / engine.world_size).backward()
+    model(inputs[engine.rank]).square().sum().backward()
+    engine.after_backward()
+    tolerance = 2e-2 if dtype == torch.float16 else 1e-9
+    assert_close(gradients(model), gradients(reference), tolerance)
+
+
 class _Scaled(nn.Module):
     """Has a 0-dim parameter, whose gradient is not sharded."""
 
@@ -560,6 +594,13 @@ def test_numbers_other_world_sizes(pool: RankPool, world_size: int, stage: int) 
 
 def _hsdp(stage: int) -> list[float]:
     _replicas(stage)
+    if stage == 2:
+        for low in (None, "bf16"):
+            _summed_over_replicas_later(low)
+    if stage == 3:
+        for replicate_size in (1, 2):
+            _gradients_in(torch.float64, replicate_size)
+            _gradients_in(torch.float16, replicate_size)
     return _norms(stage, replicate_size=2)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import time
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
+from shardplug.core.agreement import Agreement
 from shardplug.errors import ScheduleError
 from tests.support.models import Block, TinyLM, lm_loss, tokens
 from tests.support.parity import (
@@ -29,6 +32,7 @@ from tests.support.parity import (
     whole,
 )
 from tests.support.pool import RankPool
+from tests.support.traffic import Traffic
 
 STAGES = (1, 2, 3)
 
@@ -343,12 +347,16 @@ class _BranchUnits(TinyLM):
 
 
 def _disagree(
-    stage: int, uses: tuple[tuple[int, ...], ...], micro_of_branch: int, dtype: str | None
+    stage: int,
+    uses: tuple[tuple[int, ...], ...],
+    micro_of_branch: int,
+    dtype: str | None,
+    replicas: int = 1,
 ) -> tuple[str, float]:
     """Return this rank's error and the seconds until it came."""
     torch.manual_seed(7)
     model = _BranchUnits()
-    engine = ZeroEngine(ZeroConfig(stage=stage, param_dtype=dtype))
+    engine = ZeroEngine(ZeroConfig(stage=stage, param_dtype=dtype, replicate_size=replicas))
     engine.shard(model)
     optimizer = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     sharded_window(engine, model, _loss, 0)
@@ -463,3 +471,74 @@ def test_ranks_that_use_other_units_are_named(
         else:
             assert stage == 1 and micro_of_branch == 0
         assert seconds < 30
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("uses", "parted"),
+    [
+        # One rank of the first replica; then the replicas, each of which agrees inside.
+        (((0, 2), (0, 1, 2), (0, 1, 2), (0, 1, 2)), {(0, 1)}),
+        (((0, 2), (0, 2), (0, 1, 2), (0, 1, 2)), {(0, 2), (1, 3)}),
+        (((0, 1, 2), (0, 1, 2), (1, 0, 2), (1, 0, 2)), {(0, 2), (1, 3)}),
+    ],
+)
+def test_replicas_that_use_other_units_are_named(
+    pool: RankPool, stage: int, uses: tuple[tuple[int, ...], ...], parted: set[tuple[int, int]]
+) -> None:
+    results = pool.run(_disagree, 4, stage, uses, 2, None, 2)
+    for text, seconds in results:
+        assert "same units in the same order" in text and "blocks." in text, results
+        named = {pair for pair in parted if all(f"rank {rank} " in text for rank in pair)}
+        assert named, (text, parted)
+        assert seconds < 30
+
+
+class _EqualBlocks(nn.Module):
+    """Units of one size in an order that may differ: torch's collectives do not notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.use = (0, 1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (b, 6) -> (b, 6)."""
+        for index in self.use:
+            x = torch.tanh(self.blocks[index](x))
+        return x * self.scale
+
+
+def _square(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return model(torch.randn(4, 6, generator=generator)).square().mean()
+
+
+def _torchs_own_collectives(stage: int, replicas: int) -> str:
+    """The path of GPUs, on CPU ranks: nothing is compared until the window's end."""
+    own = functools.partial(Agreement, direct=False)
+    with mock.patch("shardplug.engine.Agreement", own):
+        model = _EqualBlocks()
+        options = {"units": ("Linear",), "prefetch": 0, "replicate_size": replicas}
+        run = _Run(stage, model, **options)
+    with Traffic() as traffic:
+        run.compare(0, _square, accumulate=2)
+    assert traffic.bytes["_allgather_base_"] and not traffic.bytes["gather"]
+    for step in (1, 2):
+        run.compare(step, _square)
+    model.use = (1, 0, 2) if run.engine.rank == 0 else (0, 1, 2)
+    try:
+        with run.engine.micro_step():
+            _square(model, 3, 0, run.engine.rank).backward()
+    except ScheduleError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("stage", "replicas"), [(1, 1), (2, 1), (3, 1), (3, 2)])
+def test_ranks_that_part_under_torchs_collectives_are_told(
+    pool: RankPool, stage: int, replicas: int
+) -> None:
+    for text in pool.run(_torchs_own_collectives, 2 * replicas, stage, replicas):
+        assert "the ranks' orders differ" in text and "leave its class out" in text

@@ -9,12 +9,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardplug.core.order import KINDS
+
 
 class Traffic(TorchDispatchMode):
     """Sums the bytes that this rank sends, by kind.
 
-    "gather" and "reduce" are the messages of CPU ranks, told apart by their tags. Messages of
-    int64, with which ranks agree, are counted apart, as the bytes of the whole exchange.
+    The `KINDS` are the messages of CPU ranks, told apart by their tags. Messages of int64, with
+    which ranks agree, are counted apart.
     """
 
     def __init__(self) -> None:
@@ -38,9 +40,7 @@ class Traffic(TorchDispatchMode):
             return
         if name == "send":
             (tensor,), _, _, tag = args
-            kind = "reduce" if tag % 2 else "gather"
-            if tensor.dtype == torch.int64:
-                kind = "agreement"
+            kind = "agreement" if tensor.dtype == torch.int64 else KINDS[tag % 4]
             self.bytes[kind] += tensor.numel() * tensor.element_size()
             return
         tensors = [a for a in args if isinstance(a, torch.Tensor)] or list(args[0])

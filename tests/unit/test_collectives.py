@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardplug.core.order import Order
-from shardplug.core.peer import InFlight, PeerGather, PeerReduce
+from shardplug.core.peer import InFlight, PeerGather, PeerReduce, ReplicaSum
 from shardplug.errors import ScheduleError
 from tests.support.parity import raises_everywhere
 from tests.support.pool import RankPool
@@ -53,7 +56,32 @@ def _same_as_torch(async_op: bool) -> None:
         torch.testing.assert_close(found, expected_part, atol=1e-6, rtol=1e-6)
     with raises_everywhere(NotImplementedError, "SUM or AVG"):
         reduce(found, mine, _group(), dist.ReduceOp.MAX)
-    order.end()
+    order.require_end()
+
+
+def _sums_over_replicas(late: bool) -> None:
+    """As torch's, and to the bit the sum in rank order; more and fewer elements than ranks."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    order, in_flight = Order(_group(), compare=True), InFlight()
+    order.units.append("a unit")
+    replicas = ReplicaSum(order, 0, _group(), in_flight, lambda dtype: late)
+    for size in (1, 7, 1000):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            parts = [torch.rand(size, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+            expected = parts[0].clone()
+            for part in parts[1:world_size]:
+                expected += part
+            if op == dist.ReduceOp.AVG:
+                expected /= world_size
+            found = parts[rank].clone()
+            dist.all_reduce(found, op=op, group=replicas)
+            if late:
+                assert torch.equal(found, parts[rank])  # nobody has waited yet
+                in_flight.complete()
+            assert torch.equal(found, expected), (size, op)
+    with pytest.raises(ValueError):  # torch's own, and the one behind it is kept
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX, group=replicas)
+    assert isinstance(replicas.error, NotImplementedError)
 
 
 def _late_reductions() -> None:
@@ -78,8 +106,8 @@ def _orders_that_part() -> str:
     """The rank that is ahead with another use must not wait for it before it sees the first."""
     order = Order(_group(), compare=True)
     order.units += ["left", "right"]
-    first, _ = order.announce("gather", 0)
-    second, _ = order.announce("gather" if dist.get_rank() else "reduce", 1)
+    order.announce("gather", 0)
+    second = order.announce("gather" if dist.get_rank() else "reduce", 1)
     if dist.get_rank():
         order.announce("reduce", 0)
     error = ""
@@ -87,16 +115,46 @@ def _orders_that_part() -> str:
         second.confirm()
     except ScheduleError as caught:
         error = str(caught)
-    for again in (second.confirm, order.end, lambda: order.announce("gather", 0)):
+    for again in (second.confirm, order.require_end, lambda: order.announce("gather", 0)):
         with raises_everywhere(ScheduleError, error):
             again()
     return error
 
 
+def _first_to_leave(folder: str) -> str:
+    """One rank ends at once when it finds the difference, the other has yet to look."""
+    order = Order(_group(), compare=True)
+    order.units += ["left", "right"]
+    check = order.announce("gather", dist.get_rank())
+    if dist.get_rank():
+        with raises_everywhere(ScheduleError, "rank 0 gathers left; rank 1 gathers right"):
+            check.confirm()
+        os._exit(1)
+    while True:  # until the other's connections are closed
+        try:
+            dist.send(torch.ones(1), 1, tag=7)
+            dist.recv(torch.ones(1), 1, tag=7)
+        except RuntimeError:
+            break
+    with raises_everywhere(ScheduleError, "rank 0 gathers left; rank 1 gathers right"):
+        order.announce("gather", 1)
+    Path(folder, "told").touch()
+    return ""
+
+
+def _gone_without_a_word(folder: str) -> None:
+    order = Order(_group(), compare=True)
+    order.units.append("left")
+    if dist.get_rank():
+        os._exit(1)
+    with raises_everywhere(RuntimeError, "gathers left", "first error of the other ranks"):
+        order.announce("gather", 0).confirm()
+    Path(folder, "said").touch()
+
+
 def _checksums() -> None:
     order = Order(_group(), compare=False)
-    check, _ = order.announce("gather", dist.get_rank())
-    check.confirm()  # nothing is compared at once
+    order.announce("gather", dist.get_rank()).confirm()  # nothing is compared at once
     total = torch.tensor(order.checksum)
     dist.all_reduce(total)
     with raises_everywhere(ScheduleError, "orders differ", "mixed"):
@@ -114,6 +172,21 @@ def test_direct_messages_equal_torch(pool: RankPool, world_size: int) -> None:
 
 def test_late_reductions_arrive(pool: RankPool) -> None:
     pool.run(_late_reductions, 2)
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+def test_sums_over_replicas_equal_torch(pool: RankPool, world_size: int) -> None:
+    for late in (False, True):
+        pool.run(_sums_over_replicas, world_size, late)
+
+
+def test_a_difference_is_named_where_the_other_rank_has_left(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    pool.run(_first_to_leave, 2, str(tmp_path), expect_death=True)
+    assert (tmp_path / "told").exists()
+    pool.run(_gone_without_a_word, 2, str(tmp_path), expect_death=True)
+    assert (tmp_path / "said").exists()
 
 
 def test_orders_that_part_are_told_on_every_rank(pool: RankPool) -> None:

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,34 +22,73 @@ from shardplug.heartbeat import Limits
 from shardplug.heartbeat.process import Process
 from shardplug.heartbeat.watcher import Watcher
 
+STEP = 0.5
+"""Seconds that a clock is moved on at once: less than what a watcher takes for its own stop."""
+
 QUICK = Limits(silence_seconds=2.0, grace_seconds=2.0)
+
+
+class Clock:
+    """Stands still until it is moved on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.asked: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    def __call__(self) -> float:
+        with self._changed:
+            self.asked[threading.current_thread().name] += 1
+            self._changed.notify_all()
+            return self.now
+
+    def advance(self, seconds: float, threads: list[threading.Thread]) -> None:
+        """Move on in steps, at each of which these threads look, and act on what they see."""
+        for _ in range(round(seconds / STEP)):
+            with self._changed:
+                self.now += STEP
+                # Of a round that asks up to four times, so that a whole one lies between.
+                goals = [(thread, self.asked[thread.name] + 8) for thread in threads]
+            for thread, goal in goals:
+                deadline = time.monotonic() + 20
+                while thread.is_alive() and self.asked[thread.name] < goal:
+                    assert time.monotonic() < deadline, f"{thread.name} stands still"
+                    with self._changed:
+                        self._changed.wait(0.1)
 
 
 class Group:
     """Watchers of one group; an ended one is noted instead of ending the process."""
 
     def __init__(self, world_size: int, limits: Limits) -> None:
+        self.clock = Clock()
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False
         )
         self.ended: dict[int, float] = {}
         self.changed = threading.Condition()
         self.watchers = [
-            Watcher(self.store, rank, world_size, limits, end=self._note(rank))
+            Watcher(self.store, rank, world_size, limits, end=self._note(rank), clock=self.clock)
             for rank in range(world_size)
         ]
-        for watcher in self.watchers:
+        for rank, watcher in enumerate(self.watchers):
+            watcher._pause = 0.02
             watcher.start()
-        deadline = time.monotonic() + 10
-        while not all(watcher._seen and watcher._others for watcher in self.watchers):
-            assert time.monotonic() < deadline, "the watchers do not see each other"
-            time.sleep(0.02)
+            for thread in watcher._threads:
+                thread.name += f" {rank}"
+        self.advance(1.0)
+        assert all(watcher._seen and watcher._others for watcher in self.watchers)
+
+    def advance(self, seconds: float, *, hang: Sequence[str] = ()) -> None:
+        """Let time pass for all that still watch, but for threads that are known to hang."""
+        threads = [t for watcher in self.watchers for t in watcher._threads if t.name not in hang]
+        self.clock.advance(seconds, threads)
 
     def _note(self, rank: int) -> Any:
         def end(code: int) -> None:
             assert code != 0
             with self.changed:
-                self.ended[rank] = time.monotonic()
+                self.ended[rank] = self.clock.now
                 self.changed.notify_all()
 
         return end
@@ -80,7 +120,7 @@ def test_the_rank_with_the_store_stays_until_the_others_have_left(three: Group) 
     three.watchers[2].leave()
     three.watchers[0]._leaving = True  # its round looks who is left, and one is
     three.watchers[0]._wake.set()
-    time.sleep(0.3)
+    three.advance(STEP)
     assert not three.watchers[0]._all_left.is_set()
     three.watchers[1].leave()
     three.watchers[0].leave()
@@ -89,7 +129,7 @@ def test_the_rank_with_the_store_stays_until_the_others_have_left(three: Group) 
 
 def test_ranks_that_beat_and_ranks_that_leave_are_no_alarm(three: Group) -> None:
     three.watchers[1].leave()
-    time.sleep(2.6)
+    three.advance(3.0)
     assert three.ended == {}
     assert 1 in three.watchers[0]._left
 
@@ -120,6 +160,9 @@ def test_an_exception_on_one_rank_only_ends_the_others_after_the_grace(
     three: Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     three.watchers[2].tell_raised("ValueError: only here")
+    three.advance(1.0)
+    assert three.ended == {}
+    three.advance(2.0)
     three.wait({0, 1})
     assert "rank 2 raised, and the other ranks did not\nValueError" in capsys.readouterr().err
 
@@ -127,9 +170,10 @@ def test_an_exception_on_one_rank_only_ends_the_others_after_the_grace(
 def test_an_exception_on_every_rank_is_left_to_them(three: Group) -> None:
     for watcher in three.watchers:
         watcher.tell_raised("ValueError: everywhere")
-    time.sleep(3.0)
+    three.advance(3.0)
     assert three.ended == {}
     three.watchers[0].tell_raised("ValueError: the second, only here")
+    three.advance(3.0)
     three.wait({1, 2})
 
 
@@ -140,11 +184,12 @@ def test_silence_on_another_machine_ends_the_job_after_the_limit(
     for other in (0, 2):
         known = three.watchers[other]._others
         known[1] = dataclasses.replace(known[1], host="elsewhere")
-    begin = time.monotonic()
     silent._leaving = True
     silent._ended.set()
+    three.advance(1.5)
+    assert three.ended == {}
+    three.advance(1.5)
     three.wait({0, 2})
-    assert min(three.ended.values()) - begin > 1.5
     assert "rank 1 (process" in (printed := capsys.readouterr().err)
     assert "on elsewhere) does not beat" in printed
 
@@ -153,35 +198,90 @@ def test_silence_of_a_process_that_runs_here_is_borne_longer(three: Group) -> No
     silent = three.watchers[1]  # this process: it lives
     silent._leaving = True
     silent._ended.set()
-    time.sleep(3.0)
+    three.advance(3.0)
     assert three.ended == {}
 
 
 def test_a_rank_that_was_stopped_itself_accuses_nobody(three: Group) -> None:
     watcher = three.watchers[0]
-    now = time.monotonic()
+    now = three.clock.now
     watcher._seen[1] = (watcher._seen[1][0], now - 100)
     watcher._excuse_all_after(now - 100, now)
     assert now - watcher._seen[1][1] < 1
 
 
-def test_a_silent_store_ends_the_rank_that_asks_it(capsys: pytest.CaptureFixture[str]) -> None:
-    group = Group(2, QUICK)
+@pytest.fixture
+def silent_store() -> Iterator[Group]:
+    """The store does not answer rank 0 any more."""
+    group = Group(3, dataclasses.replace(QUICK, grace_seconds=0.3))
     watcher = group.watchers[0]
     asleep = threading.Event()
-    watcher._round = lambda beats: asleep.wait(20)  # type: ignore[assignment,return-value,method-assign]
-    group.wait({0})
-    assert re.search(r"has not answered for [2-5] s", capsys.readouterr().err)
+    watcher._round = lambda beats: asleep.wait(30)  # type: ignore[assignment,return-value,method-assign]
+    group.advance(STEP, hang=HUNG)  # the round under way ends
+    yield group
     asleep.set()
     group.close()
 
 
+HUNG = ("shardplug-beat 0",)
+
+
+def test_a_silent_store_ends_the_rank_that_asks_it(
+    silent_store: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent_store.advance(3.0, hang=HUNG)
+    silent_store.wait({0})
+    assert re.search(r"has not answered for [2-5] s", capsys.readouterr().err)
+
+
+def test_a_rank_lost_before_the_store_was_silent_is_the_cause(
+    silent_store: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _lose(silent_store.watchers[0], 1)
+    silent_store.advance(3.0, hang=HUNG)
+    silent_store.wait({0})
+    assert re.search(r"First cause: rank 1 .* is gone", capsys.readouterr().err)
+
+
+def test_a_rank_ended_for_the_silent_store_is_not_the_cause(
+    silent_store: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the link to the store's node is cut: both ranks of a node end for it."""
+    watcher = silent_store.watchers[0]
+    silent_store.advance(1.0, hang=HUNG)
+    _lose(watcher, 1)  # the first of the two ended, and the other sees a closed connection
+    watcher.tell_died("RuntimeError: Connection closed by peer", may_follow=True)
+    silent_store.advance(2.0, hang=HUNG)
+    silent_store.wait({0})
+    printed = capsys.readouterr().err
+    assert printed.count("first cause: the store that the ranks met in has not answered") == 1
+    assert printed.count("First cause: the store that the ranks met in has not answered") == 1
+    assert "is gone" not in printed
+
+
+def test_a_rank_ended_by_a_verdict_is_not_the_cause(
+    three: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three.watchers[1]._send("verdict", "rank 5 does not beat")
+    _lose(three.watchers[2], 1)
+    three.watchers[2].tell_died("RuntimeError: Connection closed by peer", may_follow=True)
+    three.wait({0, 1, 2})
+    printed = capsys.readouterr().err
+    assert "first cause: rank 5 does not beat" in printed
+    assert "is gone" not in printed
+
+
+def _lose(watcher: Watcher, rank: int) -> None:
+    watcher._others[rank] = dataclasses.replace(watcher._others[rank], started="1")
+
+
 def test_a_stall_is_an_alarm_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     group = Group(2, dataclasses.replace(QUICK, stall_seconds=2.0))
-    time.sleep(2.5)
+    group.advance(2.5)
     assert group.ended == {}  # not before the first phase: compiling takes its time
     for watcher in group.watchers:
         watcher.progress = 7
+    group.advance(3.0)
     group.wait({0, 1})
     assert "has ended no forward, backward or step for" in capsys.readouterr().err
     group.close()
@@ -189,34 +289,23 @@ def test_a_stall_is_an_alarm_only_when_asked_for(capsys: pytest.CaptureFixture[s
 
 def test_ranks_that_do_not_come_on_say_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     group = Group(2, dataclasses.replace(QUICK, notice_seconds=2.0))
-    time.sleep(2.5)
+    group.advance(2.5)
     assert "has ended no" not in capsys.readouterr().err, "not before the first phase"
     group.watchers[1].progress = 7
-    said = _printed(capsys, "has ended no")
-    time.sleep(2.5)
-    said += capsys.readouterr().err
+    group.advance(5.5)
+    said = capsys.readouterr().err
     assert said.count("has ended no forward, backward or step") == 1, said
     assert re.search(r"rank 1 has ended no forward, backward or step for [2-5] s", said), said
     assert "test_watcher.py" in said and "SHARDPLUG_STALL_SECONDS=1800" in said
     assert "site-packages" not in said and group.ended == {}
     group.watchers[1].progress = 8  # it came on after more than 4 s, and stands again
-    time.sleep(3.5)
+    group.advance(3.5)
     assert "has ended no" not in capsys.readouterr().err, "it has been slower before"
     assert group.watchers[1]._notice_after() > 12
     group.watchers[1]._longest = 0.5
-    assert "rank 1 has ended no forward" in _printed(capsys, "has ended no")
+    group.advance(STEP)
+    assert "rank 1 has ended no forward" in capsys.readouterr().err
     group.close()
-
-
-def _printed(capsys: pytest.CaptureFixture[str], words: str) -> str:
-    """Wait for words on stderr; return all that came."""
-    said = ""
-    deadline = time.monotonic() + 10
-    while words not in said:
-        assert time.monotonic() < deadline, said
-        time.sleep(0.1)
-        said += capsys.readouterr().err
-    return said
 
 
 def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
