@@ -20,6 +20,8 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+        """dtypes of the gathers and reductions."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -41,9 +43,12 @@ class Traffic(TorchDispatchMode):
             kind = "reduce" if tag % 2 else "gather"
             if tensor.dtype == torch.int64:
                 kind = "agreement"
+            self.dtypes.setdefault(kind, set()).add(tensor.dtype)
             self.bytes[kind] += tensor.numel() * tensor.element_size()
             return
-        tensors = [a for a in args if isinstance(a, torch.Tensor)] or list(args[0])
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        for item in () if tensors else args[0]:  # tensors, or a list of them for each input
+            tensors += item if isinstance(item, list) else [item]
         if all(t.dtype == torch.int64 for t in tensors):
             self.bytes["agreement"] += max(t.numel() * 8 for t in tensors)
             return
