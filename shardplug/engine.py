@@ -42,7 +42,12 @@ from shardplug.core.units import plan_units
 from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
 from shardplug.memory.oom_watch import OomWatch, explain_step
 from shardplug.memory.preflight import announce_state
-from shardplug.optim import Binding, settle_matrix_optimizer
+from shardplug.optim import (
+    Binding,
+    settle_matrix_optimizer,
+    step_on_shards,
+    try_on_copies,
+)
 
 if TYPE_CHECKING:
     from shardplug.checkpoint.background import Background
@@ -299,14 +304,17 @@ class ZeroEngine:
 
         Parameters that it holds from before `shard` are replaced by their shards; groups, their
         options and state made so far are kept. With `offload_optimizer` it is collective, reserves
-        the room for the optimizer's state, and steps block by block from then on.
+        the room for the optimizer's state, and steps block by block from then on. For a class that
+        is not of `torch.optim` it is collective too: the optimizer takes trial steps on copies of
+        some parameters, sharded and whole, which must come out equal.
 
         Args:
             optimizer: Any `torch.optim` optimizer over parameters of sharded models.
 
         Raises:
             OptimizerError: When it holds a parameter of no sharded model, or none at all, or
-                its state cannot be sharded or offloaded.
+                its state cannot be sharded or offloaded; on every rank, when its update on
+                sharded parameters is not that on whole ones.
             StorageError: On every rank, when there is too little room for offloaded state on one.
         """
         if optimizer in self._optimizers:
@@ -334,6 +342,9 @@ class ZeroEngine:
                 self._streamed[optimizer] = StreamedOptimizer(
                     optimizer, self._tier, self._control, self._parameters
                 )
+        elif not step_on_shards(optimizer):
+            names = {id(p): n for model in self.models for n, p in model.named_parameters()}
+            try_on_copies(optimizer, names, self.device_mesh, self._control)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         settle_compiled_step(optimizer)

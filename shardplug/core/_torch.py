@@ -17,10 +17,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import _muon
-from torch.optim import rprop as _rprop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
@@ -43,6 +43,7 @@ __all__ = [
     "book_tensors",
     "changed_layout",
     "clamp_all",
+    "close_mesh",
     "default_tcp_store",
     "drop_unreduced_gradients",
     "forwards_so_far",
@@ -606,12 +607,30 @@ class GradScaler(torch.amp.GradScaler):
 _GUARDED = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__")
 
 
+_CHANGED_IN_PLACE = tuple(
+    f"{name}_"
+    for name in (
+        *("abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "exp"),
+        *("lerp", "log", "mul", "nan_to_num", "neg", "pow", "reciprocal", "rsqrt", "sqrt", "sub"),
+    )
+) + ("__iadd__", "__imul__", "__isub__", "__itruediv__")
+_EXTREMES = {"max": "max", "amax": "max", "min": "min", "amin": "min"}
+
+
 def guard_partial_reads() -> None:
-    """Make reading one number out of a half-reduced DTensor an error.
+    """Make values of whole sharded tensors right, or an error, where torch's are neither.
 
     `parameter.norm()` on a sharded parameter is a DTensor whose ranks each hold their own part;
-    torch's `.item()` would return that part with no error, and differently on each rank.
+    torch's `.item()` would return that part with no error, and differently on each rank: it raises.
+    Such a tensor is reduced before it is changed in place, which torch refuses. The largest and the
+    smallest value of a tensor leave ranks without rows out, where torch raises on those ranks
+    alone.
     """
+    for name in (*_CHANGED_IN_PLACE, *_EXTREMES):
+        original = getattr(DTensor, name)
+        if not getattr(original, "_shardplug_guard", False):
+            guard = _reduced_first if name in _CHANGED_IN_PLACE else _extreme
+            setattr(DTensor, name, guard(name, original))
     for name in _GUARDED:
         original = getattr(DTensor, name, None)
         if original is None or getattr(original, "_shardplug_guard", False):
@@ -630,6 +649,41 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
                 "engine.grad_norm()."
             )
         return original(self, *args, **kwargs)
+
+    read._shardplug_guard = True  # type: ignore[attr-defined]
+    return read
+
+
+def _reduced_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def change(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        partial = any(placement.is_partial() for placement in self.placements)
+        if partial and not self.requires_grad:
+            whole = self.redistribute(
+                placements=[Replicate() if p.is_partial() else p for p in self.placements]
+            )
+            self._local_tensor, self._spec = whole._local_tensor, whole._spec
+        return original(self, *args, **kwargs)
+
+    change._shardplug_guard = True  # type: ignore[attr-defined]
+    return change
+
+
+def _extreme(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        local = self._local_tensor
+        if args or kwargs or local.numel() or not self.numel() or self.requires_grad:
+            return original(self, *args, **kwargs)
+        if local.is_floating_point():
+            lowest, highest = float("-inf"), float("inf")
+        else:
+            lowest, highest = torch.iinfo(local.dtype).min, torch.iinfo(local.dtype).max
+        none = lowest if _EXTREMES[name] == "max" else highest
+        placements = [Partial(_EXTREMES[name]) if p.is_shard() else p for p in self.placements]
+        return DTensor.from_local(
+            local.new_full((), none), self.device_mesh, placements, run_check=False
+        )
 
     read._shardplug_guard = True  # type: ignore[attr-defined]
     return read
@@ -658,25 +712,6 @@ def orthogonalise_whole_matrices() -> None:
 
     whole._shardplug_whole = True  # type: ignore[attr-defined]
     _muon._zeropower_via_newtonschulz = whole
-
-
-def run_rprop_on_local_rows() -> None:
-    """Let torch.optim.Rprop step each rank's own rows.
-
-    Its update treats each element alone, but writes through a boolean index, which DTensor has no
-    rule for: torch.optim.Rprop on sharded parameters raises in its first step.
-    """
-    module: Any = _rprop
-    original = module.rprop
-    if getattr(original, "_shardplug_local", False):
-        return
-
-    @functools.wraps(original)
-    def local(*tensors: list[torch.Tensor], **options: Any) -> None:
-        original(*([local_tensor(t) for t in one] for one in tensors), **options)
-
-    local._shardplug_local = True  # type: ignore[attr-defined]
-    module.rprop = local
 
 
 def save_tensors(tensors: dict[str, Any], **options: Any) -> None:
@@ -792,6 +827,16 @@ def own_groups(unit: nn.Module) -> list[Any]:
     """Return the FSDP2 parameter groups of one unit, without those of units inside."""
     assert isinstance(unit, FSDPModule)
     return _groups_of(unit._get_fsdp_state())
+
+
+def close_mesh(mesh: DeviceMesh) -> None:
+    """Destroy the group of a mesh with one axis.
+
+    DTensor's caches keep meshes, and a mesh keeps its group: without letting go of it the group's
+    connections would stay open, and ranks that wait for this one would go on waiting.
+    """
+    dist.destroy_process_group(mesh.get_group())
+    getattr(mesh, "_pg_registry", {}).clear()
 
 
 def uncompiled() -> AbstractContextManager[None]:

@@ -2,5 +2,7 @@
 
 from shardplug.optim.binding import Binding
 from shardplug.optim.matrices import settle_matrix_optimizer
+from shardplug.optim.step import step_on_shards
+from shardplug.optim.trial import try_on_copies
 
-__all__ = ["Binding", "settle_matrix_optimizer"]
+__all__ = ["Binding", "settle_matrix_optimizer", "step_on_shards", "try_on_copies"]

@@ -10,7 +10,7 @@ import torch
 
 from shardplug.errors import OptimizerError
 
-__all__ = ["Runner", "is_like"]
+__all__ = ["INSTANCE_ATTRIBUTES", "Runner", "is_elementwise", "is_like"]
 
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
@@ -27,6 +27,9 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 """Each element's update looks at that element alone, so a part of a tensor is as good as all."""
 
+_UPDATE = ("step", "_init_group")
+"""Methods that make up the update of torch's classes."""
+
 _PROBE_ELEMENTS = 3
 
 State = Mapping[str, Any]
@@ -35,6 +38,16 @@ State = Mapping[str, Any]
 def is_like(value: Any, tensor: torch.Tensor) -> bool:
     """Whether a state value has one element for each of the parameter's."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == tensor.shape
+
+
+def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether an optimizer's update is known to treat each element alone.
+
+    Args:
+        kind: Its class; a subclass of a known one counts as long as it leaves the update as it is.
+    """
+    owners = {next((c for c in kind.__mro__ if name in vars(c)), None) for name in _UPDATE}
+    return all(owner is None or owner in _ELEMENTWISE for owner in owners)
 
 
 class Runner:
@@ -54,7 +67,7 @@ class Runner:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
         owner = next(c for c in kind.__mro__ if "step" in vars(c))
-        if owner not in _ELEMENTWISE:
+        if not is_elementwise(kind):
             names = ", ".join(c.__name__ for c in _ELEMENTWISE)
             raise OptimizerError(
                 f"Expected an optimizer whose update treats each element alone, as {names} of "
@@ -83,7 +96,11 @@ class Runner:
             The state after the step.
         """
         stand_in = object.__new__(self._kind)
-        own = {name: value for name, value in vars(optimizer).items() if name not in _INSTANCE}
+        own = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if name not in INSTANCE_ATTRIBUTES
+        }
         vars(stand_in).update(own)
         stand_in.param_groups = [_with_choice_made(group) for group in groups]
         stand_in.state = defaultdict(dict, {t: dict(state) for t, state in states.items()})
@@ -129,7 +146,7 @@ class Runner:
         return found
 
 
-_INSTANCE = frozenset({"step", "zero_grad", "add_param_group", "param_groups", "state"})
+INSTANCE_ATTRIBUTES = frozenset({"step", "zero_grad", "add_param_group", "param_groups", "state"})
 """What belongs to the one object: replaced methods, and what a stand-in has of its own."""
 
 

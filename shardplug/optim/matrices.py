@@ -1,7 +1,7 @@
 """Optimizers whose update is not that of a rank's rows alone.
 
-What can be made right is (`torch.optim.Muon`, `torch.optim.Rprop`); what cannot is refused by name,
-as are optimizers whose kernels take no sharded parameters.
+What can be made right is (`torch.optim.Muon`); what cannot is refused by name, as are optimizers
+whose kernels take no sharded parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def settle_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         OptimizerError: When its update needs means over whole matrices, all gradients as one
-            vector, or sparse gradients, or its kernels take no sharded parameters.
+            vector, or sparse gradients, its kernels take no sharded parameters, or its steps are
+            to be differentiated.
     """
     kind = type(optimizer)
     owner = next(c for c in kind.__mro__ if "step" in vars(c))
@@ -72,10 +73,14 @@ def settle_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"ranks, got {kind.__name__}: {_REFUSED[owner]}. Use torch.optim.AdamW or "
             "torch.optim.SGD."
         )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerError(
+            f"Expected an optimizer whose step records no gradients, got {kind.__name__} with "
+            "differentiable=True: steps on sharded parameters cannot be differentiated. Leave the "
+            "option out."
+        )
     if isinstance(optimizer, torch.optim.Muon):
         _torch.orthogonalise_whole_matrices()
-    if isinstance(optimizer, torch.optim.Rprop):
-        _torch.run_rprop_on_local_rows()
 
 
 def _full_name(kind: type) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardplug.optim.blocks import Block, Piece
 from shardplug.optim.classes import Runner, is_like
 from shardplug.optim.journal import Journal
 from shardplug.optim.state import ParameterState, StreamedState
+from shardplug.optim.step import replace_step, step_is_replaced
 from shardplug.optim.store import Store
 from shardplug.optim.weights import StoredWeights
 from shardplug.params import ParameterTier
@@ -99,43 +100,28 @@ class StreamedOptimizer:
         self._can_fail = any(tier.can_fail for tier in self._tiers)
         self._journal = Journal() if self._can_fail else None
         self._entered = False
-        _refuse_replaced_step(optimizer)
+        if step_is_replaced(optimizer):
+            raise OptimizerError(
+                f"Expected {type(optimizer).__name__} to step by its class's method, but `step` "
+                "was replaced on the object. Call prepare_optimizer() before wrapping it."
+            )
         error = _outcome(lambda: self._store.reserve(_trained(optimizer)))
         raise_together(error, StorageError, "Making room for optimizer state", group)
         self._view = StreamedState(self._store)
         self._adopt(optimizer)
         optimizer.register_load_state_dict_post_hook(self._adopt)
         optimizer.register_state_dict_post_hook(_with_plain_state)
-        optimizer.step = self._method(optimizer)  # type: ignore[method-assign]
+        replace_step(optimizer, self._step, self._entering)
 
     # ---------------------------------------------------------------- in the optimizer's place
 
-    def _method(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Make the bound method that stands in for the class's `step`, with torch's hooks."""
-
-        def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._step(optimizer)
-            return loss
-
-        hooked = torch.optim.Optimizer.profile_hook_step(step)
-        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # by a scheduler made before
-
-        def enter(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if scheduled:
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-            self._entered = True
-            try:
-                return hooked(optimizer, *args, **kwargs)
-            finally:
-                self._entered = False
-
-        if scheduled:
-            enter._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        return types.MethodType(enter, optimizer)
+    @contextmanager
+    def _entering(self) -> Iterator[None]:
+        self._entered = True
+        try:
+            yield
+        finally:
+            self._entered = False
 
     def require_entered(self) -> None:
         """Refuse a step by the class's own method, which knows nothing of the state's tier.
@@ -415,12 +401,3 @@ def _with_plain_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
 
 def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-
-
-def _refuse_replaced_step(optimizer: torch.optim.Optimizer) -> None:
-    own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        raise OptimizerError(
-            f"Expected {type(optimizer).__name__} to step by its class's method, but `step` was "
-            "replaced on the object. Call prepare_optimizer() before wrapping it."
-        )

@@ -22,6 +22,8 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+        """dtypes of the gathers and reductions."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -41,9 +43,12 @@ class Traffic(TorchDispatchMode):
         if name == "send":
             (tensor,), _, _, tag = args
             kind = "agreement" if tensor.dtype == torch.int64 else KINDS[tag % 4]
+            self.dtypes.setdefault(kind, set()).add(tensor.dtype)
             self.bytes[kind] += tensor.numel() * tensor.element_size()
             return
-        tensors = [a for a in args if isinstance(a, torch.Tensor)] or list(args[0])
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        for item in () if tensors else args[0]:  # tensors, or a list of them for each input
+            tensors += item if isinstance(item, list) else [item]
         if all(t.dtype == torch.int64 for t in tensors):
             self.bytes["agreement"] += max(t.numel() * 8 for t in tensors)
             return
