@@ -5,9 +5,10 @@
 
 A Llama (full: 25 M parameters, small: 6 M), a vision transformer, and a Llama whose base is
 frozen under low-rank adapters, at stages 1 to 3, with and without activation checkpointing,
-micro-batch 1 and 4 and sequences of 128 and 512; `--size vocabulary` has a Llama with few tokens and
-a large vocabulary, with and without tied weights, instead. Each case trains two steps with AdamW; the peak
-is that of the second, on rank 0, counted at torch's CPU allocator from before the model is built.
+micro-batch 1 and 4 and sequences of 128 and 512; `--size vocabulary` has a Llama with few tokens
+and a large vocabulary, with and without tied weights, instead. Each case trains two steps with
+AdamW; the peak is that of the second, on rank 0, counted at torch's CPU allocator from before the
+model is built.
 """
 
 from __future__ import annotations
