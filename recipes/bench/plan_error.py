@@ -5,8 +5,10 @@
 
 A Llama (full: 25 M parameters, small: 6 M), a vision transformer, and a Llama whose base is
 frozen under low-rank adapters, at stages 1 to 3, with and without activation checkpointing,
-micro-batch 1 and 4 and sequences of 128 and 512. Each case trains two steps with AdamW; the peak
-is that of the second, on rank 0, counted at torch's CPU allocator from before the model is built.
+micro-batch 1 and 4 and sequences of 128 and 512; `--size vocabulary` has a Llama with few tokens
+and a large vocabulary, with and without tied weights, instead. Each case trains two steps with
+AdamW; the peak is that of the second, on rank 0, counted at torch's CPU allocator from before the
+model is built.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ LLAMA = {  # size: vocabulary, width, inner width, blocks
     "tiny": (257, 64, 176, 3),
     "small": (2048, 256, 688, 6),
     "full": (2048, 512, 1376, 8),
+    "vocabulary": (8191, 64, 176, 3),  # mostly the embedding and the head
 }
 
 
@@ -107,6 +110,7 @@ def build(case: Case) -> nn.Module:
             num_hidden_layers=blocks,
             num_attention_heads=8,
             num_key_value_heads=4,
+            tie_word_embeddings=case.model == "tied",
             use_cache=False,
         )
     ).train()
@@ -207,6 +211,11 @@ def run(case: Case) -> Result:
 
 def cases(size: str, micro_batches: list[int]) -> Iterator[Case]:
     """Every cell of the table."""
+    if size == "vocabulary":
+        rows = itertools.product(("llama", "tied"), (1, 2, 3), micro_batches, (1, 3))
+        for model, stage, micro_batch, accumulate in rows:
+            yield Case(model, stage, False, micro_batch, 16, accumulate, size)
+        return
     grid = itertools.product(
         (128, 512), micro_batches, ("llama", "vit", "frozen"), (1, 2, 3), (False, True)
     )

@@ -43,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", type=float, metavar="GIB", help="of one node")
     add("--nvme", type=float, metavar="GIB", help="room on one node's disks")
     add("--offload-cpu", type=float, metavar="GIB", help="CPU memory a rank fills before files")
-    add("--seq-length", type=int, help="tokens of a sequence")
+    add(
+        "--seq-length",
+        type=int,
+        help="tokens of a sequence (default the model's positions, at most 4096)",
+    )
     add("--micro-batch", type=int, default=1, help="samples per device (default 1)")
     add("--accumulate", type=int, help="micro-batches per optimizer step (default 1)")
     add("--global-batch", type=int, help="samples per optimizer step, instead of --accumulate")

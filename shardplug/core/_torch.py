@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import _muon
@@ -29,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardplug.errors import ModelError
 
 __all__ = [
+    "backward_within_modes",
     "CONVERT_BEFORE",
     "BackwardWatch",
     "GradScaler",
@@ -52,6 +54,7 @@ __all__ = [
     "gathered_units",
     "guard_partial_reads",
     "has_unreduced_gradients",
+    "grouped_product_flops",
     "is_copy",
     "init_fake_process_group",
     "is_read_of_value",
@@ -73,6 +76,7 @@ __all__ = [
     "reshard_all",
     "reshard_own",
     "resting_layouts",
+    "run_on_meta",
     "save_tensors",
     "set_collectives",
     "set_replica_sum",
@@ -816,6 +820,43 @@ def is_read_of_value(func: Any) -> bool:
 def is_copy(func: Any) -> bool:
     """Whether a dispatched operation copies a tensor to another device or dtype."""
     return func is torch.ops.aten._to_copy.default
+
+
+def backward_within_modes(value: torch.Tensor) -> None:
+    """Run a scalar's backward with function modes on, for the forwards that it recomputes.
+
+    `Tensor.backward()` and `torch.autograd.backward()` are seen by a mode, which is off in them.
+    """
+    start = (torch.ones_like(value),)
+    _engine_run_backward(
+        (value,), start, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a dispatched operation on meta as on a device.
+
+    The kernels of grouped matrix products (mixtures of experts) take fp32 and fp16 as well as bf16,
+    though torch's shapes for meta tensors are given for bf16 alone.
+    """
+    if not _is_grouped_product(func) or not args[0].is_meta or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    dtype = kwargs.get("out_dtype") or args[0].dtype
+    low = [value.to(torch.bfloat16) for value in args[:2]]
+    return func(*low, *args[2:], **{**kwargs, "out_dtype": None}).to(dtype)
+
+
+def _is_grouped_product(func: Any) -> bool:
+    return getattr(func, "overloadpacket", None) is torch.ops.aten._grouped_mm
+
+
+def grouped_product_flops(func: Any, args: tuple[Any, ...]) -> int:
+    """Count the operations of a grouped matrix product, which torch's counter leaves out."""
+    if not _is_grouped_product(func):
+        return 0
+    first, second = args[:2]
+    groups = first.shape[0] if first.dim() == 3 and second.dim() == 2 else 1
+    return 2 * int(first.numel()) // groups * int(second.shape[-1])
 
 
 def gathered_units(root: nn.Module) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 
 from shardplug.errors import ConfigError
 from shardplug.lightning.callback_class import callback_class, remade, wandb_runs
+from shardplug.memory.throughput import work_of
 from shardplug.monitor import Monitor, MonitorConfig, Sink, WandbAlerts
 
 __all__ = ["make_run_monitor"]
@@ -111,9 +112,9 @@ class _RunMonitor:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if isinstance(ids, torch.Tensor):
-            self._tokens = (self._tokens or 0.0) + ids.numel()
+        tokens = work_of(batch).tokens
+        if tokens:
+            self._tokens = (self._tokens or 0.0) + tokens
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step

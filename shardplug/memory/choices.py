@@ -246,15 +246,30 @@ def _unavailable(stage: int, optimizer: Tier, parameters: Tier) -> str:
     return ""
 
 
-def rank(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Sort choices, the fastest that fits and can be run first, and say why for each."""
+_AS_FAST = 1.005
+"""Steps whose predicted times differ by less are as fast as each other."""
 
-    def key(choice: Choice) -> tuple[bool, bool, float, int, int]:
+
+def rank(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Sort choices, the fastest that fits and can be run first, and say why for each.
+
+    Of those that are as fast as the fastest the plainest comes first: without offloading and
+    recomputation, then the lower stage.
+    """
+    runs = [c.time.total for c in choices if c.fits and not c.unavailable]
+    fastest = min(runs, default=0.0)
+
+    def key(choice: Choice) -> tuple[bool, bool, float, int, bool, int, int]:
         speed = choice.time.total if choice.fits else float(choice.over)
+        if choice.fits and speed <= _AS_FAST * fastest:
+            speed = fastest
+        places = (choice.offload_optimizer, choice.offload_params, choice.offload_activations)
         return (
             not choice.fits,
             bool(choice.unavailable),
             round(speed, 9),
+            sum(place != "none" for place in places),
+            choice.activation_checkpointing,
             choice.stage,
             choice.device,
         )
@@ -273,7 +288,7 @@ def _reason(choice: Choice, best: Choice | None) -> str:
     elif best is not None:
         ratio = choice.time.total / best.time.total if best.time.total else 1.0
         more = choice.device / best.device
-        if ratio > 1.005:
+        if ratio > _AS_FAST:
             words.append(f"a step takes {ratio:.2f} times as long")
         else:
             words.append(f"as fast, with {more:.2f} times the memory")

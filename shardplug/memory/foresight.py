@@ -15,7 +15,7 @@ from torch import nn
 
 from shardplug.core.hooks import outside_of_graphs
 from shardplug.memory.remedies import gib
-from shardplug.memory.run_plan import FirstStep, RunPlan, RunPlanner
+from shardplug.memory.run_plan import OUTPUTS_HELD, FirstStep, RunPlan, RunPlanner
 from shardplug.memory.running import RunningEngine
 from shardplug.memory.throughput import Work, work_of
 
@@ -39,6 +39,7 @@ def plan_line(plan: RunPlan) -> str:
     words.append(f"micro-batches per step: {plan.accumulate}, sent per rank and step: {gib(moved)}")
     if plan.failure:
         words.append("activations by a formula")
+    words += [note for note in plan.notes if note == OUTPUTS_HELD]
     return "; ".join(words)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,7 +55,7 @@ class UnitLayout:
 
     name: str
     parameters: tuple[int, ...]
-    """Indices into the layout's parameters."""
+    """Indices into the layout's parameters, in FSDP2's order: those of children come first."""
     block: bool
     """Whether it is one of the repeated blocks, whose activations can be recomputed."""
 
@@ -126,10 +127,7 @@ def place(
     taken: set[nn.Parameter] = set()
     for unit in (*plan.modules, model):
         mine = owners.setdefault(unit, [])
-        for module in unit.modules():
-            if module in done:
-                continue
-            done.add(module)
+        for module in _children_first(unit, done):
             for parameter in module.parameters(recurse=False):
                 moved = unit is not model and parameter in plan.moved_up
                 if parameter not in taken and parameter not in replicated and not moved:
@@ -155,6 +153,15 @@ def place(
         reduce=_reduce_dtype(precision),
     )
     return Placed(layout, tuple(m for _, m in order), tuple(named.values()), plan.blocks)
+
+
+def _children_first(module: nn.Module, done: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield modules that are not done in the order in which FSDP2 takes their parameters."""
+    if module not in done:
+        done.add(module)
+        for child in module.children():
+            yield from _children_first(child, done)
+        yield module
 
 
 def _parameter_plan(

@@ -31,7 +31,7 @@ from shardplug.memory.request import (
     room_of,
 )
 from shardplug.memory.segments import cut
-from shardplug.memory.source import build_from_config, make_batch
+from shardplug.memory.source import build_from_config, make_batch, sequence_length
 from shardplug.memory.trace import TraceSettings
 from shardplug.memory.work import Work
 
@@ -114,7 +114,8 @@ def plan(
         device_memory_gib: Memory of one device, GiB (2^30 bytes).
         host_memory_gib: Memory of one node, to check offloading against.
         nvme_gib: Room on one node's disks, to check offloading against.
-        seq_length: Tokens of a sequence, for models of tokens.
+        seq_length: Tokens of a sequence, for models of tokens; by default as many as the model has
+            positions, at most 4096.
         micro_batch: Samples per device in one forward.
         accumulate: Micro-batches per optimizer step; 1 unless `global_batch` says otherwise.
         global_batch: Samples of one optimizer step over all devices, instead of `accumulate`.
@@ -162,8 +163,11 @@ def plan(
     if not isinstance(model, nn.Module):
         # A frozen base has no master weights: it rests in the dtype that it is loaded in.
         model = build_from_config(model, whole or (None if lora else torch.float32))
+    given = seq_length
     if batch is None:
+        seq_length = sequence_length(model, seq_length)
         batch = make_batch(model, micro_batch, seq_length)
+    kind = type(model).__name__
     if lora is not None:
         model = with_adapters(model, lora)
     kinds = Precision(low, reduce_dtype or (torch.float32 if low else None))
@@ -201,11 +205,13 @@ def plan(
     )
     request = Request(
         model=name,
+        model_class=kind,
         devices=devices,
         nodes=nodes,
         device=device,
         room=room,
         seq_length=seq_length,
+        length_assumed=given is None and seq_length is not None,
         micro_batch=micro_batch,
         accumulate=accumulate,
         precision=precision,

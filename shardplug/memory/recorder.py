@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardplug.core._torch import TorchDispatchMode, is_read_of_value
+from shardplug.core._torch import (
+    TorchDispatchMode,
+    grouped_product_flops,
+    is_read_of_value,
+    run_on_meta,
+)
 from shardplug.memory.known import KnownValues
 
 __all__ = ["MADE", "Event", "Mark", "Recorder", "flops_of"]
@@ -96,9 +101,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_read_of_value(func):
+        if is_read_of_value(func) and args[0].is_meta:
             return self.known.read(args[0])
-        output = func(*args, **kwargs)
+        output = run_on_meta(func, args, kwargs)
         self.known.follow(func, args, kwargs, output)
         self._flops += flops_of(func, args, kwargs, output)
         for value in output if isinstance(output, (tuple, list)) else (output,):
@@ -135,7 +140,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     packet = getattr(func, "overloadpacket", None)
     formula = flop_registry.get(packet)
     if formula is None:
-        return 0
+        return grouped_product_flops(func, args)
     return int(formula(*_with_all_heads(str(packet), args), **kwargs, out_val=output))
 
 

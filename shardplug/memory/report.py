@@ -35,8 +35,10 @@ def as_text(plan: Plan) -> str:
     batch = f"micro-batch {request.micro_batch}"
     if request.seq_length is not None:
         batch += f" x {request.seq_length} tokens"
+        batch += " (seq_length was not given)" if request.length_assumed else ""
+    kind = "" if request.model_class == request.model else f" ({request.model_class})"
     lines = [
-        f"{request.model}: {layout.num_parameters / 1e9:.3g} billion parameters"
+        f"{request.model}{kind}: {layout.num_parameters / 1e9:.3g} billion parameters"
         + (
             f", {layout.num_trainable / 1e9:.3g} trainable"
             if layout.num_trainable != layout.num_parameters
@@ -122,6 +124,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     request = plan.request
     return {
         "model": request.model,
+        "model_class": request.model_class,
         "parameters": plan.layout.num_parameters,
         "trainable_parameters": plan.layout.num_trainable,
         "devices": request.devices,
@@ -132,6 +135,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "nvme_gib": request.room.nvme_gib,
         "reserve_gib": request.room.reserve_gib,
         "seq_length": request.seq_length,
+        "seq_length_assumed": request.length_assumed,
         "micro_batch": request.micro_batch,
         "accumulate": request.accumulate,
         "precision": request.precision,

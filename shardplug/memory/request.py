@@ -31,6 +31,7 @@ class Request:
     """What was asked for."""
 
     model: str
+    model_class: str
     devices: int
     nodes: int
     device: str
@@ -45,6 +46,8 @@ class Request:
     replicate_size: int
     prefetch: int
     offload_cpu_gib: float | None = None
+    length_assumed: bool = False
+    """Whether nobody gave seq_length."""
 
     @property
     def world_size(self) -> int:

@@ -34,10 +34,19 @@ from shardplug.memory.throughput import Work, work_of
 from shardplug.memory.trace import Trace, TraceSettings
 from shardplug.memory.walk import walk
 
-__all__ = ["FirstStep", "RunPlan", "RunPlanner", "predicted_books", "predicted_phases"]
+__all__ = [
+    "OUTPUTS_HELD",
+    "FirstStep",
+    "RunPlan",
+    "RunPlanner",
+    "predicted_books",
+    "predicted_phases",
+]
 
 _MOST_SECONDS = 60.0
 _MOST_SHARDS = 16
+OUTPUTS_HELD = "the loop is taken to hold the model's outputs until the backward has ended"
+"""What is assumed of a loop that calls the model and takes the loss out of what it returns."""
 _FORMULA = "activations are a formula's, which may be off by a factor of 2"
 
 
@@ -274,6 +283,7 @@ class _Outputs:
             ]
         else:
             self.kept[:] = [output]  # `outputs = model(...); outputs.loss.backward()`
+            self.notes[:] = [OUTPUTS_HELD]
         return found.value
 
 

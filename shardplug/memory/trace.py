@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch import tree_leaves, tree_map, uncompiled
+from shardplug.core._torch import backward_within_modes, tree_leaves, tree_map, uncompiled
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.errors import ModelError
 from shardplug.memory.attention import as_on_device
@@ -129,8 +129,7 @@ def trace_step(
                     f"{type(value).__name__}: give `loss=`, a function of (model, batch)."
                 )
             recorder.add(Mark.LOSS)
-            # Tensor.backward() would switch function modes off, for recomputed forwards too.
-            torch.autograd.backward(value)
+            backward_within_modes(value)
             hooks.finish()
             recorder.add(Mark.END)
             del value

@@ -391,7 +391,9 @@ class _Walker:
         if self._last or setup.stage.reshard_every_backward:
             self._reshard(unit)
         if whole or held:
-            self._reduce(unit, size, sum(whole.values()) + sum(held.values()))
+            last = self._last_gradient(unit, whole, held) if setup.shards > 1 else 0
+            self._reduce(unit, size, sum(whole.values()) + sum(held.values()) - last)
+            self._held["gradients"] -= last
 
     def _keep_whole(self, unit: int, whole: dict[int, int], held: dict[int, int]) -> None:
         """Keep gradients that accumulate, in the dtype of the reduction."""
@@ -416,6 +418,12 @@ class _Walker:
             dtype = self._layout.reduce if held and self._layout.reduce else plan.compute
             whole[parameter] = plan.numel * dtype.itemsize
             self._add("gradients", whole[parameter])
+
+    def _last_gradient(self, unit: int, whole: dict[int, int], held: dict[int, int]) -> int:
+        """FSDP2 frees a unit's gradients once they are copied, but for the last in its loop."""
+        grads = {**whole, **held}
+        order = self._layout.units[unit].parameters
+        return next(grads[index] for index in reversed(order) if index in grads)
 
     def _reduce(self, unit: int, size: UnitSizes, grads: int) -> None:
         setup = self._setup

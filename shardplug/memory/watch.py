@@ -17,6 +17,7 @@ _GROWING_STEPS = 20
 _GROWTH = 0.01
 _UNEVEN = 0.2
 _LEAST = 2**20
+_LEAST_GROWTH_ROUGH = 64 * 2**20  # resident memory grows by some MiB in a healthy run
 _LEAST_ROUGH = 16 * 2**20  # of what a CPU's readings say beside the books
 
 
@@ -113,9 +114,11 @@ class Watch:
                 continue
             run.steps, run.last = run.steps + 1, row.total_bytes
             grown = row.total_bytes - run.first.total_bytes
-            if run.steps < _GROWING_STEPS or grown < _GROWTH * run.first.total_bytes:
-                continue
             kind = _most({k: row.by_kind[k] - run.first.by_kind[k] for k in row.by_kind})
+            rough = kind == "other" and not self._exact
+            least = max(_GROWTH * run.first.total_bytes, _LEAST_GROWTH_ROUGH if rough else 0)
+            if run.steps < _GROWING_STEPS or grown < least:
+                continue
             text = (
                 f"Memory of rank {row.rank} has grown with each of the last {run.steps} logged "
                 f"steps, by {grown / GIB:.3g} GiB, most of it {kind}: something keeps tensors "

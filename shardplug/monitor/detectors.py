@@ -20,6 +20,10 @@ __all__ = ["Detector", "detectors_of"]
 _MAD_TO_DEVIATION = 1.4826  # median absolute deviation of a normal distribution: 1 / 1.4826 sigma
 _LEAST_SPIKE = 0.1  # share of the median, so that a nearly constant loss has no spikes
 _GIB = 2**30
+_LEAST_GROWTH = (
+    64 * 2**20
+)  # what the system counts for a process moves by some MiB in a healthy run
+_STILL_FALLS = 0.02  # share by which the recent loss may lie above its least, and fall all the same
 
 
 class Detector(Protocol):
@@ -49,12 +53,23 @@ def _made(
 
 
 class _NonFinite:
+    """Said at the first look that it is found in, then at the tenth, the hundredth, and so on."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._next = 1
+
     def look(self, row: StepRow) -> str | None:
         if not row.nonfinite:
             return None
+        self._looks += 1
+        if self._looks < self._next:
+            return None
+        self._next *= 10
         where = ", ".join(f"{name} of rank {rank}" for rank, name in row.nonfinite[:8])
         more = "" if len(row.nonfinite) <= 8 else f" and {len(row.nonfinite) - 8} more"
-        return f"not finite: {where}{more}"
+        count = f", in {self._looks} looks so far" if self._looks > 1 else ""
+        return f"not finite: {where}{more}{count}"
 
 
 class _LossSpike:
@@ -123,13 +138,26 @@ class _GradNormDrift(_Drift):
     def __init__(self, config: MonitorConfig, times: float) -> None:
         super().__init__(config)
         self._times = times
+        self._loss = _Drift(config)
+        self._least = math.inf
 
     def look(self, row: StepRow) -> str | None:
         both = self.medians(row.grad_norm)
-        if both is None or both[1] <= self._times * both[0]:
+        # Gradients of a network that learns may grow for a while: a drift that much larger is one
+        # though the loss still falls.
+        times = self._times**2 if self._falls(row.loss) else self._times
+        if both is None or both[1] <= times * both[0]:
             return None
         self.rebase(both[1])
         return f"gradient norm {both[1]:.4g}, where it was {both[0]:.4g}"
+
+    def _falls(self, value: float | None) -> bool:
+        both = self._loss.medians(value)
+        if both is None:
+            return False
+        first, recent = both
+        self._least = min(self._least, recent)
+        return recent < first and recent <= self._least + _STILL_FALLS * abs(first)
 
 
 class _ThroughputDrift(_Drift):
@@ -176,7 +204,7 @@ class _MemoryDrift:
             rise = least[-1] - least[0]
             # The second half rises nearly as much as the first: what settles down is no leak.
             goes_on = least[4] - least[2] >= 0.75 * (least[2] - least[0])
-            if rises and goes_on and rise > self._share * least[0]:
+            if rises and goes_on and rise > max(self._share * least[0], _LEAST_GROWTH):
                 self._least.clear()
                 return (
                     f"memory of rank {rank} grew from {least[0] / _GIB:.3f} to "

@@ -24,6 +24,11 @@ from shardplug.monitor.targets import Gates
 __all__ = ["Monitor"]
 
 _LOG = logging.getLogger("shardplug.monitor")
+_NONE = "the step gave no value for it"
+_MISSING = {
+    "tokens_per_second": "no tokens were counted, which are those of `input_ids`, or of the first "
+    "integer matrix of a batch; a loop of your own gives tokens= to Monitor.step()",
+}
 
 
 class Monitor:
@@ -153,7 +158,12 @@ class Monitor:
             for name, detector in self._detectors.items()
             if (text := detector.look(row)) is not None
         ]
+        known_before = set(self._gates.unknown)
         judged, missed = self._gates.judge(row, self.run_seconds)
+        for name in sorted(self._gates.unknown - known_before if self._is_first() else ()):
+            _LOG.warning(
+                "step %d: target %s cannot be judged: %s", step, name, _MISSING.get(name, _NONE)
+            )
         report = self._decide(Report(row, (*alerts, *missed), judged))
         self._tell(report)
         self.begin()
@@ -191,13 +201,18 @@ class Monitor:
         if action != "rollback":
             return Report(report.row, report.alerts, report.targets, action)
         assert report.row is not None and self.folder is not None
-        point, why = None, f"the run has gone back {self.rollbacks} times already"
-        if self.rollbacks < self.config.max_rollbacks:
-            try:
-                point = resume_point(self.folder)
-                why = f"there is no checkpoint in {self.folder} yet"
-            except CheckpointError as error:  # on every rank alike
-                why = str(error)
+        point, why = None, f"there is no checkpoint in {self.folder} yet"
+        try:
+            point = resume_point(self.folder)
+        except CheckpointError as error:  # on every rank alike
+            why = str(error)
+        if self.rollbacks >= self.config.max_rollbacks:
+            why = f"the run has gone back {self.rollbacks} times already"
+            if point is not None:
+                why += (
+                    f"; the weights in memory are not to be used, the last good are in {point.path}"
+                )
+                point = None
         if point is None:
             text = f"cannot go back to a checkpoint, so the run stops: {why}"
             alert = Alert("rollback", report.row.step, text, "stop")

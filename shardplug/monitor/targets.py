@@ -31,6 +31,8 @@ class Gates:
         self._recent: deque[StepRow] = deque(maxlen=config.recent)
         self.met: dict[str, bool] = {}
         """Each target's state at the last look at which it was judged."""
+        self.unknown: set[str] = set()
+        """Targets whose time had come at a look that had no value for them."""
 
     def judge(self, row: StepRow, run_seconds: float) -> tuple[dict[str, bool], list[Alert]]:
         """Judge each target whose time has come.
@@ -50,6 +52,8 @@ class Gates:
             due = warm if target.from_step is None else row.step >= target.from_step
             value = self._value(name, row, run_seconds) if due else None
             if value is None:
+                if due:
+                    self.unknown.add(name)
                 continue
             at_least = name == "tokens_per_second"
             met = value >= target.limit if at_least else value <= target.limit

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.bench.plan_error import Case, LowRank, run
+from recipes.bench.plan_error import Case, LowRank, cases, run
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.core.precision import Precision
 from shardplug.core.stage import STAGES
@@ -226,6 +226,19 @@ def test_peaks_are_the_plans(pool: RankPool, model: str, stage: int) -> None:
         # of gloo may let go of one gathered unit late on either (2.2 % of these tiny models).
         assert other.measured < found.measured * 1.03
         assert abs(found.error) < 0.05, (case, found)
+
+
+def test_peaks_with_a_large_vocabulary_are_the_plans(pool: RankPool) -> None:
+    """Few tokens: the peak is where gradients of the embedding and of the head are reduced."""
+    pytest.importorskip("transformers")
+    rows = [("llama", 1, 1), ("llama", 2, 3), ("llama", 3, 1), ("tied", 3, 3)]
+    grid = [c for c in cases("vocabulary", [1]) if (c.model, c.stage, c.accumulate) in rows]
+    found = pool.run(_peaks, 2, grid)[0]
+    assert len(found) == len(rows)
+    for case, result in found:
+        assert result.measured > 8 * 2**20
+        assert abs(result.error) < 0.01, (case, result)
+    assert found[0][1].where == "backward the root", "the reductions at the end make the peak"
 
 
 def _tracked(folder: Path, stage: int) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardplug.cli.plan import add_arguments, run
 from shardplug.core.precision import Precision
 from shardplug.errors import ConfigError, ModelError
 from shardplug.memory import PLAN_KINDS, as_dict, as_text, draw_plan, plan
+from shardplug.memory.choices import rank
 from shardplug.memory.layout import place
 from shardplug.memory.repeat import live_bytes, trace_model
 from shardplug.memory.trace import Event, Mark, TraceSettings, trace_step
@@ -32,6 +34,7 @@ LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
 }
 LLAMA_70B = {
     **LLAMA,
@@ -184,6 +187,40 @@ def test_the_model_is_left_as_it_was() -> None:
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
     assert [vars(m).get("forward") for m in model.modules()] == forwards
     assert torch.equal(model.seen, torch.ones(3)) and not model.seen.is_meta
+
+
+def _mixture(inner: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Trace a mixture of experts; return its operations, and the bytes it allocates."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=inner,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        use_cache=False,
+        dtype=dtype,
+    )
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM._from_config(config, dtype=dtype)
+    placed = place(model, "auto", Precision(None, None), dtype)
+    ids = torch.empty(1, 256, dtype=torch.int64, device="meta")
+    settings = TraceSettings("cpu", False, None, None)
+    trace = trace_model(placed, model, {"input_ids": ids, "labels": ids}, None, settings)
+    return trace.flops, sum(event.size for event in trace.events if event.mark is Mark.ALLOCATE)
+
+
+def test_experts_are_traced_in_every_dtype() -> None:
+    """torch has the shapes of grouped products on meta for bf16 alone."""
+    low, full = _mixture(64, torch.bfloat16), _mixture(64, torch.float32)
+    assert low == _mixture(64, torch.float16) and low[0] == full[0] > 0
+    assert 1.2 * low[1] < full[1] < 2 * low[1]  # the router is in fp32 in all of them
+    # Three products with two experts per token and layer; the backward has two for each of them.
+    more = 3 * 2 * (256 * 2) * 3 * 32 * 64 * 2
+    assert _mixture(128, torch.float32)[0] - full[0] == more
 
 
 class LooksAtValues(TinyLM):
@@ -350,6 +387,104 @@ def test_the_command_prints_a_table(config_file: str, capsys: pytest.CaptureFixt
     assert code == 0
     assert "* zero" in text and "the fastest that fits" in text and "ZeRO paper" in text
     assert max(len(line) for line in text.splitlines()) < 320
+
+
+_SMALL: dict[str, dict[str, Any]] = {  # default configurations, but for their sizes
+    "T5Config": {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4},
+    "CLIPConfig": {},
+    "ViTConfig": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2},
+    "WhisperConfig": {
+        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 24),
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    },
+    "RobertaConfig": {"hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "planned", "positions"),
+    [
+        ("T5Config", "T5ForConditionalGeneration", None),
+        ("CLIPConfig", "CLIPModel", 77),
+        ("ViTConfig", "ViTForImageClassification", None),
+        ("WhisperConfig", "WhisperForConditionalGeneration", 448),
+        ("RobertaConfig", "RobertaForMaskedLM", 510),  # of 512 two are the padding's
+    ],
+)
+def test_a_default_configuration_is_planned_whole(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    planned: str,
+    positions: int | None,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, kind)(**_SMALL[kind])
+    assert not config.architectures
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config.to_dict(), "model_type": config.model_type}))
+    options = (str(path), "--devices", "2", "--device-memory", "64", "--stage", "3", "--json")
+    options += ("--precision", "32-true", "--checkpointing", "off")
+    found_at: dict[int | None, int] = {}
+    for length in (None, 64):
+        given = () if length is None else ("--seq-length", str(length))
+        assert _command(*options, *given) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["model_class"] == planned and found["traced"], found["notes"]
+        whole = getattr(transformers, planned)
+        with torch.device("meta"):
+            expected = sum(p.numel() for p in whole(config).parameters())
+        assert found["parameters"] == expected
+        found_at[length] = found["seq_length"]
+        assert found["seq_length_assumed"] == (length is None and kind != "ViTConfig")
+    if kind == "ViTConfig":
+        assert found_at == {None: None, 64: None}
+        return
+    assert found_at == {None: positions or 4096, 64: 64}
+    if positions is not None:
+        assert _command(*options, "--seq-length", str(positions + 1)) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"at most {positions}, the positions" in said
+
+
+def test_a_configuration_of_no_known_class_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    for fields, message in (
+        ({"model_type": "wav2vec2"}, "got Wav2Vec2ForCTC: give `batch=`"),
+        ({"model_type": "dac", "architectures": ["Own"]}, "got DacConfig with Own"),
+        ({"model_type": "vit", "hidden_act": "none such"}, "ViTForImageClassification can be"),
+    ):
+        path.write_text(json.dumps(fields))
+        assert _command(str(path), "--devices", "2", "--device-memory", "8") == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and message in said
+
+
+def test_the_length_is_the_models_own_where_none_is_given(
+    config_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("--devices", "2", "--device-memory", "80", "--stage", "3", "--checkpointing", "off")
+    assert _command(config_file, *common) == 0
+    text = capsys.readouterr().out
+    assert "micro-batch 1 x 4096 tokens (seq_length was not given)" in text  # it has 8192
+    assert "(LlamaForCausalLM): " in text
+
+
+def test_of_choices_as_fast_the_plainest_comes_first() -> None:
+    """A ViT-B on four devices that it fits with ease."""
+    transformers = pytest.importorskip("transformers")
+    found = plan(transformers.ViTConfig(), devices=4, device_memory_gib=24)
+    best = found.best
+    assert found.traced and best is not None and best.name == "zero1"
+    slower = {c.name: c.time.compute for c in found.choices}
+    assert slower["zero1 checkpointing"] > 1.2 * slower["zero1"], "recomputation takes time"
+    # Where it hides behind the link, both take as long.
+    timed = [replace(c, time=replace(c.time, compute=0.0)) for c in reversed(found.choices)]
+    names = [choice.name for choice in rank(timed)]
+    assert names[:4] == ["zero1", "zero2", "zero1 checkpointing", "zero2 checkpointing"]
 
 
 def test_the_command_prints_json_and_a_picture(

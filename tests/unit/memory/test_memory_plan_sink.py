@@ -76,6 +76,14 @@ def test_steady_growth_is_a_leak(walk: Walk, tmp_path: Path) -> None:
     assert "most of it other" in message
 
 
+def test_resident_memory_may_grow_by_some_mib(walk: Walk, tmp_path: Path) -> None:
+    """On CPU ranks "other" is what the system counts for the process."""
+    for mib, said in ((1, 0), (2, 1)):  # 59 and 118 MiB in all
+        sink = PlanSink(walk, tmp_path, compare_peak=False, picture=False)
+        steps = [_rows(walk, step, other_bytes=step * mib * 2**20) for step in range(1, 60)]
+        assert len([text for text in _said(sink, steps) if "has grown" in text]) == said
+
+
 def test_memory_that_goes_up_and_down_is_no_leak(walk: Walk, tmp_path: Path) -> None:
     steps = [_rows(walk, step, other_bytes=step % 5 * 2**20) for step in range(1, 60)]
     assert _said(PlanSink(walk, tmp_path, picture=False), steps) == []

@@ -187,6 +187,45 @@ def test_a_miss_is_said_once_and_again_after_it_was_met(monkeypatch: pytest.Monk
     assert {report.action for report in reports} == {"none", "warn"}
 
 
+def test_what_is_not_finite_is_said_at_the_1st_10th_and_100th_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, reports = run(monkeypatch, fault=_nonfinite, steps=230)
+    said = {alert.step: alert.text for report in reports for alert in report.alerts}
+    assert list(said) == [121, 130, 220]
+    assert said[220].endswith("in 100 looks so far")
+
+
+def test_a_healthy_run_of_300_steps_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients grow while the network learns, and a process by some MiB."""
+
+    def learns(step: int, row: dict[str, Any]) -> None:
+        fallen = math.exp(-(step - 120) / 100)
+        row["loss"] = 1.0 + fallen + 0.01 * math.sin(step)
+        row["grad_norm"] *= 1 + 7 * (1 - fallen)
+        row["memory_bytes"] = tuple(2**28 + (step - 120) * 2**19 for _ in row["memory_bytes"])
+
+    _, reports = run(monkeypatch, fault=learns, steps=300)
+    assert found(reports) == {}
+    assert reports[-1].row is not None and reports[100].row is not None
+    assert reports[-1].row.grad_norm > 4 * reports[100].row.grad_norm
+    assert reports[-1].row.memory_bytes[0] > 1.05 * 2**28
+
+
+def test_a_target_that_cannot_be_judged_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def untold(step: int, row: dict[str, Any]) -> None:
+        row["tokens_per_second"] = None
+
+    for fault, times in ((untold, 1), (None, 0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "shardplug.monitor"):
+            config = {"targets": {"tokens_per_second": {"limit": 1.0, "from_step": 150}}}
+            run(monkeypatch, {**config, "throughput_drift": None}, fault)
+        assert caplog.text.count("tokens_per_second cannot be judged: no tokens") == times
+
+
 def test_every_target_is_known() -> None:
     assert set(TARGETS) == {"step_seconds", "tokens_per_second", "memory_gib", "loss", "cost"}
 
@@ -201,7 +240,9 @@ def test_a_rollback_goes_to_the_newest_checkpoint_and_stops_after_too_many(
     assert [report.action for report in reports[120:]] == ["rollback", "rollback", "stop"]
     assert [report.resume for report in reports[120:]] == [point, point, None]
     assert monitor.rollbacks == 2
-    assert "gone back 2 times already" in reports[-1].alerts[-1].text
+    text = reports[-1].alerts[-1].text
+    assert "gone back 2 times already" in text
+    assert "not to be used" in text and str(tmp_path / "step-100") in text
 
 
 def test_a_rollback_without_a_whole_checkpoint_stops(
