@@ -149,10 +149,31 @@ def resume_accumulating(folder: str, expected: Any) -> None:
         odd.fit(build(), in_order(4), ckpt_path=folder)
 
 
+class Unreadable(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        raise KeyError("torn")
+
+
+def data_that_cannot_be_read(folder: str) -> None:
+    """The error is the one that was raised, not one of Lightning's that follows from it."""
+    with pytest.raises(CheckpointError, match="Expected the 40 samples used") as caught:
+        trainer("zero3", max_steps=10, max_epochs=-1).fit(build(), in_order(3), ckpt_path=folder)
+    assert caught.value.__context__ is None
+    for world in ("train", "val", "test"):
+        run, bad = trainer("zero3", max_epochs=1), Unreadable(Data(), batch_size=4)
+        with pytest.raises(KeyError, match="torn"):
+            if world == "test":
+                run.test(build(), bad, verbose=False)
+            else:
+                loaders = {"train": (bad, None), "val": (in_order(4), bad)}[world]
+                run.fit(build(), *loaders)
+
+
 def test_resume_with_more_and_smaller_micro_batches(pool: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     expected = pool.run(save_at_five, 2, folder, "zero3", 4)[0]
     pool.run(resume_accumulating, 2, folder, expected)
+    pool.run(data_that_cannot_be_read, 2, folder)
 
 
 @pytest.mark.parametrize(
