@@ -27,7 +27,7 @@ from accelerate.utils.other import save as save_file
 
 from shardplug.accelerate import folders
 from shardplug.accelerate.loaders import load_loader_state, loader_state
-from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
+from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, together, write
 from shardplug.errors import CheckpointError, ConfigError
 from shardplug.hosts.opening import naming_the_newest_whole, steps_done
 
@@ -76,7 +76,7 @@ def save_state(accelerator: AcceleratorBase, output_dir: str | os.PathLike[str] 
     models = accelerator._models
     write(
         folder,
-        models=[state_of_model(model) for model in models],
+        models=together(lambda: [state_of_model(model) for model in models], "Saving"),
         optimizers=[
             state_of_optimizer(models, bare_optimizer(optimizer))
             for optimizer in accelerator._optimizers

@@ -83,7 +83,13 @@ class TrainerAccelerator(Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Shard a model, and remember the frozen base that checkpoints leave out; see the base class."""
+        """Shard a model, and note the frozen base that checkpoints leave out.
+
+        Args:
+            model: As for the base class.
+            device_placement: As for the base class.
+            evaluation_mode: As for the base class.
+        """
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         together(lambda: note_base(prepared), "Setting up the model")
         return prepared

@@ -98,7 +98,7 @@ def save_all(
         )
     named = _CHECKPOINT.fullmatch(Path(output_dir).name)
     step = int(named[1]) if named else accelerator.completed_steps
-    state = state_of_model(model)
+    state = together(lambda: state_of_model(model), "Saving")
     base, changed = together(lambda: unchanged_base(model, state), "Saving")
     run = {**accelerator.engine.describe_run(), "framework": "transformers", "step": step}
     if base:
@@ -186,7 +186,8 @@ def load_optimizer(
     with _naming_the_last_whole(folder):
         if from_rank_0((folder / FOLDER).is_dir()):
             reader = Reader(folder / FOLDER)
-            reader.load([model], [bare_optimizer(optimizer)])
+            # Trainer has loaded the model just before.
+            reader.load([model], [bare_optimizer(optimizer)], weights=False)
             accelerator.completed_steps = reader.meta["step"]
         elif from_rank_0(any(folder.glob("pytorch_model_fsdp*"))):
             stock.load_fsdp_optimizer(

@@ -124,8 +124,8 @@ def _notes_on_base(manifest: Mapping[str, Any], index: int) -> list[str]:
     if index >= len(changed) or not changed[index]:
         return []
     return [
-        f"{len(changed[index])} tensors of the base under the adapter changed during training: the adapter "
-        "belongs to that base, not to the one it was made on"
+        f"{len(changed[index])} tensors of the base under the adapter changed during training: the "
+        "adapter belongs to that base, not to the one it was made on"
     ]
 
 

@@ -80,7 +80,7 @@ def note_base(model: nn.Module) -> None:
 def unchanged_base(
     model: nn.Module, state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return what a checkpoint can leave out, as the base is what it was at `note_base`. Collective.
+    """Return what a checkpoint can leave out: what is as it was at `note_base`. Collective.
 
     Adapters may have been merged into the base, or parts of it been trained for a while: what
     differs from the base that is loaded again belongs into the checkpoint.

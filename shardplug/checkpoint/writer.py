@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from shardplug.checkpoint.agree import check_agreement, check_content, check_readable
+from shardplug.checkpoint.agree import (
+    check_agreement,
+    check_content,
+    check_readable,
+    extra_state_by_rank,
+)
 from shardplug.checkpoint.collective import (
     from_rank_0,
     gather,
@@ -31,7 +36,14 @@ from shardplug.checkpoint.durable import (
     naming,
     sync,
 )
-from shardplug.checkpoint.manifest import describe, optimizer_key, state_key, to_json
+from shardplug.checkpoint.manifest import (
+    RANK_BYTES,
+    describe,
+    optimizer_key,
+    rank_key,
+    state_key,
+    to_json,
+)
 from shardplug.checkpoint.planners import SavePlanner
 from shardplug.checkpoint.rng import rng_state
 from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory, SnapshotPlanner
@@ -62,7 +74,8 @@ def write(
 ) -> None:
     """Write one checkpoint. Collective; all ranks succeed or all raise.
 
-    Tensors that are whole on every rank (buffers, counters) are taken from rank 0.
+    Tensors that are whole on every rank (buffers, counters) are taken from rank 0. Extra state of
+    modules that differs between ranks is kept for each.
 
     Args:
         path: The folder to make; rank 0's counts. A checkpoint there is replaced; another
@@ -129,6 +142,7 @@ class Draft:
         self._optimizers = optimizers
         self._manifest: dict[str, Any] = {}
         self._files: dict[str, dict[str, Any]] = {}
+        self._by_rank: Sequence[Mapping[str, Sequence[int]]] = ()
 
     @property
     def target(self) -> Path:
@@ -158,6 +172,10 @@ class Draft:
 
         together(check, _SAVING)
         check_agreement(self._models, self._optimizers)
+        self._by_rank = extra_state_by_rank(self._models)
+        for entries, sizes in zip(self._manifest["models"], self._by_rank, strict=True):
+            for name, size in sizes.items():
+                entries[name][RANK_BYTES] = size
         with self._discarding():
             together(lambda: self._aside.open() if self._rank == 0 else None, _SAVING)
             together(lambda: self._write_rest(whole, side_files), _SAVING)
@@ -220,6 +238,11 @@ class Draft:
             tensors[optimizer_key(index)] = {
                 "state": {name: mine(values) for name, values in optimizer["state"].items()}
             }
+        if rank:
+            for index, names in enumerate(self._by_rank):
+                model = self._models[index]
+                own = {name: model[name] for name in names}
+                tensors[rank_key(rank, state_key(index))] = own
         return tensors
 
     def _write_tensors(self, group: dist.ProcessGroup | None) -> None:
