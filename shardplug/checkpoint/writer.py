@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,9 @@ from shardplug.checkpoint.commit import MANIFEST, Aside, new_id
 from shardplug.checkpoint.durable import (
     BLOCK_BYTES,
     SummingFileSystem,
+    bytes_of,
     file_checksums,
+    is_full,
     naming,
     sync,
 )
@@ -49,6 +51,7 @@ from shardplug.checkpoint.rng import rng_state
 from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory, SnapshotPlanner
 from shardplug.core import _torch
 from shardplug.errors import CheckpointError
+from shardplug.tiers.filesystem import room_at
 
 if TYPE_CHECKING:
     from shardplug.checkpoint.background import Background
@@ -59,6 +62,8 @@ PARAM_GROUPS = "shardplug_param_groups"
 """Key in meta.pt for what the optimizers hold besides tensors."""
 
 _SAVING = "Saving"
+
+T = TypeVar("T")
 
 
 def write(
@@ -170,17 +175,17 @@ class Draft:
             if self._rank == 0:
                 check_readable(whole)
 
-        together(check, _SAVING)
+        self._together(check)
         check_agreement(self._models, self._optimizers)
         self._by_rank = extra_state_by_rank(self._models)
         for entries, sizes in zip(self._manifest["models"], self._by_rank, strict=True):
             for name, size in sizes.items():
                 entries[name][RANK_BYTES] = size
         with self._discarding():
-            together(lambda: self._aside.open() if self._rank == 0 else None, _SAVING)
-            together(lambda: self._write_rest(whole, side_files), _SAVING)
+            self._together(lambda: self._aside.open() if self._rank == 0 else None)
+            self._together(lambda: self._write_rest(whole, side_files))
             if memory is not None:
-                self._snapshot = together(lambda: Snapshot(self._tensors(), memory), _SAVING)
+                self._snapshot = self._together(lambda: Snapshot(self._tensors(), memory))
 
     def finish(self, group: dist.ProcessGroup | None = None) -> None:
         """Write the tensors and publish the folder. Collective.
@@ -193,9 +198,9 @@ class Draft:
         """
         group = group or message_group()
         with self._discarding():
-            together(lambda: self._write_tensors(group), _SAVING, group=group)
+            self._together(lambda: self._write_tensors(group), group)
             files = self._collect_files(group)
-            together(lambda: self._publish(files), _SAVING, group=group)
+            self._together(lambda: self._publish(files), group)
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -205,6 +210,26 @@ class Draft:
             if self._rank == 0:
                 self._aside.discard()
             raise
+
+    def _together(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+        return together(action, _SAVING, group=group, explain=self._room)
+
+    def _room(self, error: BaseException) -> str:
+        """Say what the save needs and what there is, after an error of a drive that is full."""
+        if not is_full(error):
+            return ""
+        sizes = (
+            value.numel() * value.element_size()
+            for values in (*self._models, *_states(self._optimizers))
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        )
+        folder = self._aside.folder
+        ours = bytes_of(folder.rglob("*"))  # of all ranks; removed when this is raised
+        return (
+            f". The tensors of the checkpoint take {sum(sizes)} bytes; {self.target.parent} has "
+            f"{room_at(folder, ours=ours)}."
+        )
 
     def _write_rest(
         self, meta: Mapping[str, Any], side_files: Callable[[Path], None] | None
@@ -300,6 +325,11 @@ def _save(value: Any, path: Path) -> None:
     torch.save(value, buffer)
     with naming(path), path.open("wb") as file:
         file.write(buffer.getbuffer())
+
+
+def _states(optimizers: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for optimizer in optimizers:
+        yield from optimizer["state"].values()
 
 
 def _besides_tensors(optimizer: Mapping[str, Any]) -> dict[str, Any]:

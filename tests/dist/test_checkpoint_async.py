@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.checkpoint import is_checkpoint, resume_point
 from shardplug.checkpoint.snapshot import SnapshotMemory
+from shardplug.checkpoint.writer import Draft
 from shardplug.errors import CheckpointError
 from tests.dist.checkpoint_runs import (
     Run,
@@ -40,15 +41,15 @@ from tests.support.pool import RankPool
 
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
-    """Let no thread but this one write to the end before the event is set."""
-    gate, fsync, here = threading.Event(), os.fsync, threading.get_ident()
+    """Let no thread but this one write a tensor before the event is set."""
+    gate, write, here = threading.Event(), Draft._write_tensors, threading.get_ident()
 
-    def wait_at_gate(handle: int) -> None:
+    def wait_at_gate(self: Draft, *args: Any) -> None:
         if threading.get_ident() != here:
             assert gate.wait(60)
-        fsync(handle)
+        write(self, *args)
 
-    with mock.patch.object(os, "fsync", wait_at_gate):
+    with mock.patch.object(Draft, "_write_tensors", wait_at_gate):
         try:
             yield gate
         finally:
