@@ -140,6 +140,7 @@ def _meta(accelerator: AcceleratorBase) -> dict[str, Any]:
         _META: {
             "world_size": accelerator.num_processes,
             "micro_step": accelerator.step,
+            "inside_window": not accelerator.sync_gradients,
             "loaders": [loader_state(loader) for loader in accelerator._dataloaders],
         },
     }
@@ -193,6 +194,14 @@ def _read_side_files(
         load_custom_state(obj, str(folder), index)
     accelerator.completed_steps = meta["step"]
     accelerator.step = ours["micro_step"]
+    if ours.get("inside_window") and accelerator.is_main_process:
+        warnings.warn(
+            f"{folder} was saved in the middle of an accumulation window, without its gradients: "
+            "the first optimizer step has those of the window's other micro-batches only. Load a "
+            "folder that was saved where accelerator.sync_gradients was true.",
+            UserWarning,
+            stacklevel=5,
+        )
     for index, loader in enumerate(accelerator._dataloaders):
         if index < len(ours["loaders"]):
             load_loader_state(loader, ours["loaders"][index])

@@ -247,6 +247,31 @@ def test_a_failure_is_raised_by_step_wait_and_save(pool: RankPool, tmp_path: Pat
     pool.run(_fails, 2, str(tmp_path))
 
 
+def _looks_without_waiting(root: str) -> None:
+    """A rank whose thread still works keeps no rank waiting, and no rank ends the save alone."""
+    run, rank, gate = make_run("plain", 2), dist.get_rank(), threading.Event()
+    background = run.engine.background
+    with held_back() as written:
+        save(run, f"{root}/a")
+        if rank == 1:
+            background.after(lambda: gate.wait(20) or None)
+        written.set()
+        if rank == 0:
+            background._thread.join()
+    dist.barrier()
+    train(run, range(2))
+    assert background.is_pending and background._thread.is_alive() == (rank == 1)
+    gate.set()
+    background._thread.join()
+    dist.barrier()
+    train(run, [2])
+    assert not background.is_pending
+
+
+def test_looking_at_a_save_does_not_wait_for_it(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_looks_without_waiting, 2, str(tmp_path))
+
+
 class Squares(torch.utils.data.Dataset[torch.Tensor]):
     """Rows that worker processes make."""
 

@@ -53,12 +53,34 @@ class Stream(IterableDataset[Any]):
             yield data[index]
 
 
+class KeepsItsPlace(DataLoader[Any]):
+    """Saves and loads its position itself, as torchdata's StatefulDataLoader does."""
+
+    place = 0
+
+    def __iter__(self) -> Any:
+        first = self.place
+        for index, batch in enumerate(super().__iter__()):
+            if index >= first:
+                self.place = index + 1
+                yield batch
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 def loader(kind: str) -> DataLoader[Any]:
     if kind == "workers":
         # The ranks of the pool are daemons, which may not have children of their own.
         multiprocessing.current_process()._config["daemon"] = False
     if kind == "stream":
         return DataLoader(Stream(), batch_size=4)
+    if kind == "own place":
+        return KeepsItsPlace(Data(), batch_size=4, shuffle=True)
     workers = {"num_workers": 2, "multiprocessing_context": "fork"} if kind == "workers" else {}
     return DataLoader(Data(), batch_size=4, shuffle=True, **workers)
 
@@ -106,6 +128,7 @@ def continue_exactly(
         ("zero3", 7, "plain", 2, {"use_distributed_sampler": False}),
         ("zero3", 8, "workers", 2, {}),
         ("zero3", 8, "stream", 2, {}),
+        ("zero3", 8, "own place", 2, {}),
     ],
 )
 def test_mid_epoch_resume_is_exact(
