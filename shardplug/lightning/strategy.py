@@ -307,7 +307,8 @@ def _drop_unread_data(trainer: Any) -> None:
     """
     loop = trainer._active_loop
     inner = getattr(getattr(loop, "epoch_loop", None), "val_loop", None)
-    for owner in (loop, inner):
+    owners: tuple[Any, ...] = (loop, inner)
+    for owner in owners:
         fetcher = getattr(owner, "_data_fetcher", None)
         loader = getattr(fetcher, "_combined_loader", None)
         if loader is not None and loader._iterator is None:
