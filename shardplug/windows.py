@@ -75,6 +75,14 @@ class Together:
         self._what = what
         self._fetched = 0
 
+    def begin(self, fetched: int = 0) -> None:
+        """Begin another pass over the data.
+
+        Args:
+            fetched: Batches of it that were read before, in the run that this one resumes.
+        """
+        self._fetched = fetched
+
     def fetch(self, read: Callable[[], T]) -> T:
         """Return what `read` returns, if every rank has got something.
 

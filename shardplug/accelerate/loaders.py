@@ -45,9 +45,9 @@ def keep_in_step(loader: DataLoader[Any]) -> None:
     if isinstance(loader, DataLoaderShard) and isinstance(inner, DataLoader):
         # Inside of Accelerate's loader, which reads one batch ahead to know the last one.
         if isinstance(inner.dataset, IterableDataset):
-            fetch = fetch_in_step(inner)
-            if fetch is not None:
-                loader.base_dataloader = reads_in_step(inner, fetch)
+            together = fetch_in_step(inner)
+            if together is not None:
+                loader.base_dataloader = reads_in_step(inner, together)
 
 
 def refuse_uneven(loader: DataLoader[Any]) -> None:

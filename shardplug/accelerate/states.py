@@ -27,7 +27,7 @@ from accelerate.utils.other import save as save_file
 
 from shardplug.accelerate import folders
 from shardplug.accelerate.loaders import load_loader_state, loader_state
-from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
+from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, together, write
 from shardplug.checkpoint.plain import UNREADABLE, why
 from shardplug.errors import CheckpointError, ConfigError
 from shardplug.hosts.opening import naming_the_newest_whole, steps_done
@@ -77,7 +77,7 @@ def save_state(accelerator: AcceleratorBase, output_dir: str | os.PathLike[str] 
     models = accelerator._models
     write(
         folder,
-        models=[state_of_model(model) for model in models],
+        models=together(lambda: [state_of_model(model) for model in models], "Saving"),
         optimizers=[
             state_of_optimizer(models, bare_optimizer(optimizer))
             for optimizer in accelerator._optimizers
@@ -141,6 +141,7 @@ def _meta(accelerator: AcceleratorBase) -> dict[str, Any]:
         _META: {
             "world_size": accelerator.num_processes,
             "micro_step": accelerator.step,
+            "inside_window": not accelerator.sync_gradients,
             "loaders": [loader_state(loader) for loader in accelerator._dataloaders],
         },
     }
@@ -195,6 +196,14 @@ def _read_side_files(
         obj.load_state_dict(_read_file(file, {"map_location": "cpu", **load_kwargs}))
     accelerator.completed_steps = meta["step"]
     accelerator.step = ours["micro_step"]
+    if ours.get("inside_window") and accelerator.is_main_process:
+        warnings.warn(
+            f"{folder} was saved in the middle of an accumulation window, without its gradients: "
+            "the first optimizer step has those of the window's other micro-batches only. Load a "
+            "folder that was saved where accelerator.sync_gradients was true.",
+            UserWarning,
+            stacklevel=5,
+        )
     for index, loader in enumerate(accelerator._dataloaders):
         if index < len(ours["loaders"]):
             load_loader_state(loader, ours["loaders"][index])

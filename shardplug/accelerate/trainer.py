@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torch import nn
+
 from shardplug.accelerate.accelerator import Accelerator
 from shardplug.accelerate.options import read_async_save
+from shardplug.checkpoint.collective import together
+from shardplug.checkpoint.frozen_base import note_base
 from shardplug.errors import ConfigError
 
 __all__ = ["TrainerAccelerator", "refuse_arguments"]
@@ -72,3 +76,20 @@ class TrainerAccelerator(Accelerator):
                 "checkpoints as soon as a save returns. Take it out of fsdp_sharding_strategy."
             )
         super().__init__(*args, **kwargs)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Shard a model, and note the frozen base that checkpoints leave out.
+
+        Args:
+            model: As for the base class.
+            device_placement: As for the base class.
+            evaluation_mode: As for the base class.
+        """
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        together(lambda: note_base(prepared), "Setting up the model")
+        return prepared

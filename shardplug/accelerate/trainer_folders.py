@@ -27,8 +27,9 @@ from shardplug.checkpoint import manifest as manifests
 from shardplug.checkpoint.collective import from_rank_0, together
 from shardplug.checkpoint.dcp_folder import check_safe
 from shardplug.checkpoint.dcp_metadata import METADATA
+from shardplug.checkpoint.export_plan import CHANGED_BASE
 from shardplug.checkpoint.foreign import TRAINER_FOLDER
-from shardplug.checkpoint.frozen_base import describe_base, frozen_base
+from shardplug.checkpoint.frozen_base import unchanged_base
 from shardplug.checkpoint.plan import LEFT_OUT
 from shardplug.errors import CheckpointError
 
@@ -74,7 +75,8 @@ def save_all(
 ) -> None:
     """Write model, optimizer and random state into a folder of the checkpoint. Collective.
 
-    The frozen base under PEFT's adapters is left out, as Accelerate does with FSDP.
+    The frozen base under PEFT's adapters is left out, as Accelerate does with FSDP, but for the
+    tensors of it that have changed since the model was set up.
 
     Args:
         plugin: The FSDP plugin.
@@ -98,11 +100,22 @@ def save_all(
         )
     named = _CHECKPOINT.fullmatch(Path(output_dir).name)
     step = int(named[1]) if named else accelerator.completed_steps
-    state = state_of_model(model)
-    base = frozen_base(model, state)
+    state = together(lambda: state_of_model(model), "Saving")
+    base, changed = together(lambda: unchanged_base(model, state), "Saving")
     run = {**accelerator.engine.describe_run(), "framework": "transformers", "step": step}
     if base:
-        run[LEFT_OUT] = [together(lambda: describe_base(base), "Saving")]
+        run[LEFT_OUT] = [base]
+    if changed:
+        run[CHANGED_BASE] = [changed]
+    if changed and accelerator.is_main_process:
+        warnings.warn(
+            f"The frozen base under the adapters has changed since it was loaded ({len(changed)} "
+            f"tensors): {FOLDER} in {output_dir} holds what has changed, and training resumes from "
+            "there. adapter_model.safetensors and `shardplug export` hold the adapter alone, which "
+            "belongs to the changed base: save that too (merge_and_unload, save_pretrained).",
+            UserWarning,
+            stacklevel=2,
+        )
     write(
         Path(output_dir) / FOLDER,
         models=[{name: value for name, value in state.items() if name not in base}],
@@ -176,7 +189,8 @@ def load_optimizer(
     with _naming_the_last_whole(folder):
         if from_rank_0((folder / FOLDER).is_dir()):
             reader = Reader(folder / FOLDER)
-            reader.load([model], [bare_optimizer(optimizer)])
+            # Trainer has loaded the model just before.
+            reader.load([model], [bare_optimizer(optimizer)], weights=False)
             accelerator.completed_steps = reader.meta["step"]
         elif from_rank_0(any(folder.glob("pytorch_model_fsdp*"))):
             _check_safe(folder, "optimizer_*")

@@ -11,11 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardplug.checkpoint.collective import gather, rank_and_size
-from shardplug.checkpoint.extra_state import is_extra
+from shardplug.checkpoint.extra_state import is_extra, is_packed
 from shardplug.checkpoint.plain import culprit
 from shardplug.errors import CheckpointError
 
-__all__ = ["check_agreement", "check_content", "check_readable"]
+__all__ = ["check_agreement", "check_content", "check_readable", "extra_state_by_rank"]
 
 
 def check_content(optimizers: Sequence[Mapping[str, Any]]) -> None:
@@ -102,6 +102,34 @@ def _facts(
                 elif value is None or isinstance(value, (bool, int, float, str)):
                     content = repr(value)
                 yield f"optimizer {index}: {name}.{key} {content}"
+
+
+def extra_state_by_rank(models: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, list[int]]]:
+    """Find extra state of modules that is not the same on every rank. Collective.
+
+    Args:
+        models: For each model its tensors by name; the same names on every rank.
+
+    Returns:
+        For each model the names of such states, with their size in bytes on each rank.
+    """
+    own = [
+        {
+            name: (len(v), _checksum(v))
+            for name, v in model.items()
+            if is_extra(name) and is_packed(v)
+        }
+        for model in models
+    ]
+    everyone = gather(own, "Saving") if any(own) else [own]
+    return [
+        {
+            name: [states[index][name][0] for states in everyone]
+            for name in model
+            if len({states[index][name] for states in everyone}) > 1
+        }
+        for index, model in enumerate(own)
+    ]
 
 
 def _layout(value: torch.Tensor) -> str:

@@ -145,6 +145,7 @@ def together(
     *,
     alone: bool = False,
     group: dist.ProcessGroup | None = None,
+    explain: Callable[[BaseException], str] = lambda _: "",
 ) -> T:
     """Run `action` on every rank, and raise on all of them when it failed on one. Collective.
 
@@ -153,6 +154,7 @@ def together(
         doing: What a message says has failed, like "Saving".
         alone: Do not ask the other ranks.
         group: The group to ask them on; None means the one of `message_group`.
+        explain: Returns what to add to the text of an error that is not the project's own.
 
     Returns:
         What `action` returned on this rank.
@@ -167,7 +169,7 @@ def together(
     try:
         value = action()
     except (Exception, CheckpointException) as error:  # torch's is no Exception
-        failure, cause = _describe(error), error
+        failure, cause = _describe(error, explain), error
     failures = [failure] if alone else gather(failure, doing, group)
     found = [(rank, *entry) for rank, entry in enumerate(failures) if entry is not None]
     if not found:
@@ -183,7 +185,9 @@ def together(
     raise CheckpointError(f"{doing} failed on rank {rank}: {text}") from cause
 
 
-def _describe(error: BaseException) -> tuple[int | None, str]:
+def _describe(
+    error: BaseException, explain: Callable[[BaseException], str]
+) -> tuple[int | None, str]:
     """Return the rank that an error names, if any, and its text."""
     if isinstance(error, CheckpointError):
         return None, str(error)
@@ -192,5 +196,5 @@ def _describe(error: BaseException) -> tuple[int | None, str]:
         inner = error.failures[rank][0]
         if isinstance(inner, CheckpointError):
             return rank, str(inner)
-        return rank, f"{type(inner).__name__}: {inner}"
-    return None, f"{type(error).__name__}: {error}"
+        return rank, f"{type(inner).__name__}: {inner}{explain(inner)}"
+    return None, f"{type(error).__name__}: {error}{explain(error)}"

@@ -9,20 +9,23 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from shardplug.errors import CheckpointError
+from shardplug.tiers.filesystem import FULL
 
 __all__ = [
     "BLOCK_BYTES",
     "CheckedFileSystem",
     "SummingFileSystem",
+    "bytes_of",
     "file_checksums",
+    "is_full",
     "naming",
     "sync",
     "verify_file",
@@ -43,6 +46,24 @@ def naming(path: Path) -> Generator[None, None, None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a drive has no room; torch's writer does not say why it failed."""
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("PytorchStreamWriter", "inline_container")
+    )
+
+
+def bytes_of(paths: Iterable[Path]) -> int:
+    """Return the bytes that files take on their drive; those that are gone take none."""
+    total = 0
+    for path in paths:
+        with suppress(OSError):
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 def sync(path: Path) -> None:

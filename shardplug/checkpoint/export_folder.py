@@ -15,13 +15,21 @@ from typing import Any, BinaryIO
 import torch
 
 from shardplug.checkpoint.commit import new_id, nobody_in
-from shardplug.checkpoint.durable import sync
+from shardplug.checkpoint.durable import bytes_of, is_full, naming, sync
 from shardplug.checkpoint.export_files import Item
 from shardplug.checkpoint.export_plan import ExportPlan
 from shardplug.checkpoint.safetensors_file import header_bytes, is_own_file
 from shardplug.errors import CheckpointError, ConfigError
+from shardplug.tiers.filesystem import room_at
 
-__all__ = ["ExportFolder", "TensorFile", "prepare_folder", "write_files"]
+__all__ = [
+    "ExportFolder",
+    "TensorFile",
+    "could_not_be_written",
+    "prepare_folder",
+    "room_for",
+    "write_files",
+]
 
 _TOKENIZER = re.compile(
     r"tokenizer.*\.(json|model|jinja)|(special_tokens_map|added_tokens|vocab)\.json|merges\.txt|"
@@ -113,9 +121,26 @@ def prepare_folder(
         if folder is not None:
             folder.discard()
         if isinstance(error, OSError):
-            raise CheckpointError(f"{target} could not be written: {error}.") from error
+            raise could_not_be_written(target, plan, error) from error
         raise
     return folder
+
+
+def could_not_be_written(target: Path, plan: ExportPlan, error: OSError) -> CheckpointError:
+    """Return the error to raise for one of the system, before the export's folder is removed."""
+    return CheckpointError(
+        f"{target} could not be written: {error}{room_for(target, plan, error)}."
+    )
+
+
+def room_for(target: Path, plan: ExportPlan, error: BaseException) -> str:
+    """Say what an export needs and what there is, after an error of a drive that is full."""
+    if not is_full(error):
+        return ""
+    items = (item for part in plan.folders for file in part.files.values() for item in file)
+    needed = sum(item.size_bytes for item in items)
+    ours = bytes_of(target.parent.glob(f".{target.name}.export-*/**/*"))
+    return f". Its tensors take {needed} bytes; {target.parent} has {room_at(target, ours=ours)}"
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -185,19 +210,23 @@ class TensorFile:
 
     def __init__(self, path: Path, items: Sequence[Item]) -> None:
         path.parent.mkdir(exist_ok=True)
+        self._path = path
         self._file: BinaryIO = path.open("wb")
-        self._file.write(header_bytes({item.name: (item.dtype, item.shape) for item in items}))
+        with naming(path):
+            self._file.write(header_bytes({item.name: (item.dtype, item.shape) for item in items}))
 
     def write(self, tensor: torch.Tensor) -> None:
         """Add the bytes of a tensor, or of its next rows."""
         tensor = tensor.detach().contiguous()
         size = tensor.numel() * tensor.element_size()
         if size:  # the tensor's own memory: no copy, and no need for numpy
-            self._file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
+            with naming(self._path):
+                self._file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
 
 def write_files(

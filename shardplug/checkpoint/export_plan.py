@@ -15,7 +15,10 @@ from shardplug.checkpoint.names import listed
 from shardplug.checkpoint.paths import check_component
 from shardplug.errors import CheckpointError, ConfigError
 
-__all__ = ["ExportPlan", "PlannedFolder", "plan_export"]
+__all__ = ["CHANGED_BASE", "ExportPlan", "PlannedFolder", "plan_export"]
+
+CHANGED_BASE = "changed_base"
+"""Key in a manifest: for each model the frozen tensors under adapters that training changed."""
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -88,6 +91,7 @@ def plan_export(
             ],
             origin=_origin(entry),
             is_adapter=True,
+            notes=_notes_on_base(manifest, index),
         )
     if adapter_only:
         raise ConfigError(
@@ -114,6 +118,16 @@ def plan_export(
         is_adapter=False,
         notes=notes,
     )
+
+
+def _notes_on_base(manifest: Mapping[str, Any], index: int) -> list[str]:
+    changed: Sequence[Sequence[str]] = manifest.get(CHANGED_BASE, ())
+    if index >= len(changed) or not changed[index]:
+        return []
+    return [
+        f"{len(changed[index])} tensors of the base under the adapter changed during training: the "
+        "adapter belongs to that base, not to the one it was made on"
+    ]
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:

@@ -16,7 +16,12 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardplug.checkpoint.export_files import Item
-from shardplug.checkpoint.export_folder import ExportFolder, prepare_folder, write_files
+from shardplug.checkpoint.export_folder import (
+    ExportFolder,
+    could_not_be_written,
+    prepare_folder,
+    write_files,
+)
 from shardplug.checkpoint.export_plan import ExportPlan, plan_export
 from shardplug.checkpoint.plain import UNREADABLE, why
 from shardplug.checkpoint.planners import LoadPlanner
@@ -110,8 +115,9 @@ def export_checkpoint(
         write_files(folder, plan, _TensorReader(source, plan.model, Path(checkpoint)).read)
         folder.publish()
     except OSError as error:
+        failure = could_not_be_written(folder.target, plan, error)
         folder.discard()
-        raise CheckpointError(f"{folder.target} could not be written: {error}.") from error
+        raise failure from error
     except BaseException:
         folder.discard()
         raise

@@ -19,7 +19,12 @@ from shardplug.checkpoint.collective import (
     together,
 )
 from shardplug.checkpoint.export_files import Item
-from shardplug.checkpoint.export_folder import ExportFolder, TensorFile, prepare_folder
+from shardplug.checkpoint.export_folder import (
+    ExportFolder,
+    TensorFile,
+    prepare_folder,
+    room_for,
+)
 from shardplug.checkpoint.export_plan import ExportPlan, plan_export
 from shardplug.checkpoint.manifest import describe
 from shardplug.checkpoint.model_state import state_and_aliases
@@ -87,9 +92,14 @@ def export_model(
             return error
 
     folder = _unless_refused(together(prepare, _EXPORTING))
+
+    def room(error: BaseException) -> str:
+        words = room_for(Path(out).absolute(), plan, error)
+        return f"{words}." if words else ""
+
     try:
-        together(lambda: _write(folder, plan, states[plan.model]), _EXPORTING)
-        together(lambda: folder.publish() if folder else None, _EXPORTING)
+        together(lambda: _write(folder, plan, states[plan.model]), _EXPORTING, explain=room)
+        together(lambda: folder.publish() if folder else None, _EXPORTING, explain=room)
     except BaseException:
         if folder is not None:
             folder.discard()

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardplug.checkpoint.plain import UNREADABLE, culprit, load_plain, why
+from shardplug.checkpoint.plain import UNREADABLE, culprit, load_plain, why, with_tensors
 from shardplug.errors import CheckpointError
 
-__all__ = ["decode", "encode", "is_extra", "modules_with_extra_state"]
+__all__ = ["decode", "encode", "is_extra", "is_packed", "modules_with_extra_state"]
 
 _SUFFIX = "_extra_state"
 _MAGIC = b"shardplug extra state\n"  # tells our bytes from a module's own uint8 tensor
@@ -42,7 +42,8 @@ def encode(name: str, value: Any) -> torch.Tensor:
             "get_extra_state()."
         )
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    # Not where they are: the ranks' devices have different names, and bytes are compared.
+    torch.save(with_tensors(value, torch.Tensor.cpu), buffer)
     return torch.frombuffer(bytearray(_MAGIC + buffer.getvalue()), dtype=torch.uint8)
 
 
@@ -52,15 +53,19 @@ def decode(name: str, value: Any) -> Any:
     Raises:
         CheckpointError: For bytes that cannot be read.
     """
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.ndim != 1:
-        return value
-    data = bytes(value.tolist())
-    if not data.startswith(_MAGIC):
+    if not is_packed(value):
         return value
     try:
-        return load_plain(io.BytesIO(data[len(_MAGIC) :]))
+        return load_plain(io.BytesIO(bytes(value.tolist())[len(_MAGIC) :]))
     except UNREADABLE as error:
         raise CheckpointError(f"The extra state {name} is damaged: {why(error)}.") from error
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a value is what `encode` returns."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.ndim != 1:
+        return False
+    return bytes(value[: len(_MAGIC)].tolist()) == _MAGIC
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:

@@ -26,6 +26,7 @@ from shardplug.errors import CheckpointError
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "RANK_BYTES",
     "VERSION",
     "check_described",
     "content",
@@ -33,6 +34,7 @@ __all__ = [
     "dtype_of",
     "optimizer_key",
     "parse",
+    "rank_key",
     "read",
     "state_key",
     "to_json",
@@ -43,6 +45,9 @@ FORMAT = "shardplug"
 VERSION = 2
 """2: checksums of all files, the dtypes the parameters came in, Hugging Face configurations."""
 
+RANK_BYTES = "rank_bytes"
+"""Key in a tensor's entry: its size on each rank in bytes, where each rank has its own."""
+
 _OWN_SUM = "manifest_crc32"
 _REQUIRED = ("models", "optimizers", "world_size", "files")
 
@@ -51,6 +56,11 @@ def state_key(index: int, version: int = VERSION) -> str:
     """Return the key that the tensors of model `index` are under."""
     first = "model" if version > 1 else "state_dict"  # Lightning's consolidation looks for "model"
     return first if index == 0 else f"{first}_{index}"
+
+
+def rank_key(rank: int, key: str) -> str:
+    """Return the key of what a rank other than 0 has in place of what rank 0 has under `key`."""
+    return f"rank_{rank}.{key}"
 
 
 def optimizer_key(index: int) -> str:

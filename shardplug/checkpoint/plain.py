@@ -9,7 +9,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import IO, Any
 
@@ -17,7 +17,7 @@ import torch
 
 from shardplug.checkpoint.schema import check_depth
 
-__all__ = ["UNREADABLE", "culprit", "load_plain", "load_tensor", "why"]
+__all__ = ["UNREADABLE", "culprit", "load_plain", "load_tensor", "why", "with_tensors"]
 
 UNREADABLE = (
     pickle.PickleError,
@@ -123,7 +123,7 @@ def culprit(where: str, value: Any) -> tuple[str, Any] | None:
 def _reads_back(value: Any) -> bool:
     buffer = io.BytesIO()
     try:
-        torch.save(_without_tensors(value), buffer)
+        torch.save(with_tensors(value, lambda _: None), buffer)  # those read back, and may be large
         buffer.seek(0)
         load_plain(buffer)
     except UNREADABLE:
@@ -131,12 +131,12 @@ def _reads_back(value: Any) -> bool:
     return True
 
 
-def _without_tensors(value: Any) -> Any:
-    """Replace tensors, which read back for sure, by None: they may be large."""
+def with_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a value with each tensor in its containers replaced by what `change` makes of it."""
     if type(value) is torch.Tensor:
-        return None
+        return change(value)
     if type(value) is dict:
-        return {key: _without_tensors(item) for key, item in value.items()}
+        return {key: with_tensors(item, change) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_without_tensors(item) for item in value)
+        return type(value)(with_tensors(item, change) for item in value)
     return value

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardplug.checkpoint.extra_state import is_extra
 from shardplug.checkpoint.groups import check_class, match_groups
-from shardplug.checkpoint.manifest import dtype_of
+from shardplug.checkpoint.manifest import RANK_BYTES, dtype_of
 from shardplug.checkpoint.model_state import check_fits, state_and_aliases
 from shardplug.checkpoint.names import Pairing, listed, pair
 from shardplug.checkpoint.optimizer_state import parameter_names
@@ -62,9 +62,23 @@ class ModelPlan:
 
 
 def plan_model(
-    path: Path, manifest: Mapping[str, Any], index: int, model: nn.Module, *, strict: bool
+    path: Path,
+    manifest: Mapping[str, Any],
+    index: int,
+    model: nn.Module,
+    *,
+    strict: bool,
+    rank: int = 0,
 ) -> ModelPlan:
     """Pair a model with one of the checkpoint's.
+
+    Args:
+        path: The checkpoint.
+        manifest: Its manifest.
+        index: Which model of the checkpoint.
+        model: The model.
+        strict: Refuse names that differ.
+        rank: The rank whose extra state is read, where ranks have their own.
 
     Raises:
         CheckpointError: For missing models, shapes that differ, names that differ with `strict`,
@@ -91,7 +105,7 @@ def plan_model(
         for name, theirs in paired.saved.items()
     )
     targets = {
-        name: _whole(saved[theirs]) if is_extra(name) else own[name]
+        name: _whole(saved[theirs], rank) if is_extra(name) else own[name]
         for name, theirs in paired.saved.items()
         if theirs not in left_out
     }
@@ -108,8 +122,9 @@ def whole_targets(path: Path, manifest: Mapping[str, Any], index: int) -> dict[s
     return {name: _whole(entry) for name, entry in _saved_model(path, manifest, index).items()}
 
 
-def _whole(entry: Mapping[str, Any]) -> torch.Tensor:
-    return torch.empty(entry["shape"], dtype=dtype_of(entry))
+def _whole(entry: Mapping[str, Any], rank: int = 0) -> torch.Tensor:
+    shape = [entry[RANK_BYTES][rank]] if RANK_BYTES in entry else entry["shape"]
+    return torch.empty(shape, dtype=dtype_of(entry))
 
 
 def _saved_model(

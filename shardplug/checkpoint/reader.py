@@ -91,6 +91,14 @@ class Reader:
             alone=self._alone,
         )
         self._weights_only = weights_only
+        rank, size = rank_and_size()
+        self._is_on_same_ranks = not self._alone and self.manifest["world_size"] == size
+        self._rank = rank if self._is_on_same_ranks else 0
+
+    def _plan_model(self, index: int, model: nn.Module, *, strict: bool) -> ModelPlan:
+        if not self._is_on_same_ranks and index < self.num_models:
+            self._warn_of_ranks(index)
+        return plan_model(self.path, self.manifest, index, model, strict=strict, rank=self._rank)
 
     def _open(self, path: str | os.PathLike[str]) -> Source:
         """Open the folder, again where another run replaces it just now."""
@@ -155,10 +163,13 @@ class Reader:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         *,
         strict: bool = True,
+        weights: bool = True,
     ) -> list[tuple[list[str], list[str]]]:
         """Read models and optimizers in place. Collective.
 
-        Names, shapes and groups of all of them are checked before the first tensor changes.
+        Names, shapes and groups of all of them are checked before the first tensor changes. Extra
+        state of modules that was another one on each rank goes to the rank it came from; on another
+        number of ranks all get rank 0's, which is warned of.
         Parameters are read straight into their shards, without a second copy.
 
         Args:
@@ -166,23 +177,22 @@ class Reader:
             optimizers: Optimizers, in the order they were saved.
             strict: Refuse missing and unexpected names, and parameter groups that an optimizer
                 lacks; False loads what matches.
+            weights: False reads the optimizers alone, into models that have been loaded.
 
         Returns:
-            For each model the names that it has and the checkpoint lacks, and the other way
-            round.
+            For each model that was read the names that it has and the checkpoint lacks, and the
+            other way round.
 
         Raises:
             CheckpointError: On every rank, when something does not match or cannot be read.
         """
         owners = models_of(models)
-        self._agree_on_what(len(owners), optimizers, strict)
+        read = owners if weights else []
+        self._agree_on_what(len(read), optimizers, strict)
 
         def plan() -> tuple[list[ModelPlan], list[OptimizerPlan]]:
             return (
-                [
-                    plan_model(self.path, self.manifest, index, model, strict=strict)
-                    for index, model in enumerate(owners)
-                ],
+                [self._plan_model(index, model, strict=strict) for index, model in enumerate(read)],
                 [
                     self._plan_optimizer(index, owners, optimizer, strict=strict, in_place=True)
                     for index, optimizer in enumerate(optimizers)
@@ -190,12 +200,12 @@ class Reader:
             )
 
         model_plans, optimizer_plans = together(plan, _LOADING, alone=self._alone)
-        for model, planned in zip(owners, model_plans, strict=True):
+        for model, planned in zip(read, model_plans, strict=True):
             self._check_base(model, planned)
         self._warn_of_rest(len(owners), len(optimizers))
         tensors: dict[str, Any] = {}
         for index, found in enumerate(model_plans):
-            tensors |= self._model_keys(index, found.by_saved_name())
+            tensors |= self._model_keys(index, found.by_saved_name(), self._rank)
         for index, state in enumerate(optimizer_plans):
             tensors |= self._optimizer_keys(index, state.by_saved_name())
         for optimizer in optimizers:
@@ -209,7 +219,7 @@ class Reader:
                 f"{error} The weights may be partly the checkpoint's now: load another one before "
                 "going on."
             ) from error
-        for model, found in zip(owners, model_plans, strict=True):
+        for model, found in zip(read, model_plans, strict=True):
             restore_extra_state(
                 model,
                 {n: decode(n, value) for n, value in found.targets.items() if is_extra(n)},
@@ -240,12 +250,12 @@ class Reader:
             CheckpointError: For missing models, shapes that differ, and names with `strict`.
         """
         found = together(
-            lambda: plan_model(self.path, self.manifest, index, model, strict=strict).apart(),
+            lambda: self._plan_model(index, model, strict=strict).apart(),
             _LOADING,
             alone=self._alone,
         )
         self._check_base(model, found)
-        self._read(self._model_keys(index, found.by_saved_name()))
+        self._read(self._model_keys(index, found.by_saved_name(), self._rank))
         if warn:
             _warn_of_names(found)
         return dict(found.targets)
@@ -258,12 +268,13 @@ class Reader:
 
         Returns:
             What an unsharded model's `load_state_dict` takes, extra state unpacked; tied tensors
-            under one of their names.
+            under one of their names. Extra state that differs between ranks is rank 0's.
 
         Raises:
             CheckpointError: When there is no such model, or it cannot be read.
         """
         tensors = whole_targets(self.path, self.manifest, index)
+        self._warn_of_ranks(index)
         self._read(self._model_keys(index, tensors), alone=True)
         return {n: decode(n, value) if is_extra(n) else value for n, value in tensors.items()}
 
@@ -364,12 +375,33 @@ class Reader:
                 stacklevel=3,
             )
 
-    def _model_keys(self, index: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return tensors of a model by DCP's keys."""
-        return {
-            self._source.model_key(index, self._renaming.saved(index, name)): tensor
-            for name, tensor in tensors.items()
-        }
+    def _warn_of_ranks(self, index: int) -> None:
+        """Say which extra state is rank 0's here, where each rank had its own."""
+        names = [
+            name
+            for name, entry in self.manifest["models"][index].items()
+            if manifests.RANK_BYTES in entry
+        ]
+        if names and (self._alone or rank_and_size()[0] == 0):
+            modules = (name.rpartition(".")[0] or "the model itself" for name in names)
+            warnings.warn(
+                f"The extra state (get_extra_state) of {listed(modules)} differed between the "
+                f"{self.manifest['world_size']} ranks that saved {self.path}. It is not loaded on "
+                "as many ranks: rank 0's is used everywhere.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _model_keys(self, index: int, tensors: Mapping[str, Any], rank: int = 0) -> dict[str, Any]:
+        """Return tensors of a model by DCP's keys; a rank's own, where ranks have their own."""
+        entries = self.manifest["models"][index]
+
+        def key(name: str) -> str:
+            shared = self._source.model_key(index, self._renaming.saved(index, name))
+            own = rank and manifests.RANK_BYTES in entries.get(name, ())
+            return manifests.rank_key(rank, shared) if own else shared
+
+        return {key(name): tensor for name, tensor in tensors.items()}
 
     def _optimizer_keys(self, index: int, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return tensors of an optimizer's state by DCP's keys."""

@@ -94,6 +94,9 @@ def _check_tensor(where: str, value: object) -> None:
     _check_dtype(f"{where}['dtype']", entry.get("dtype"))
     if entry.get("shard_dim") is not None:
         _check_int(f"{where}['shard_dim']", entry["shard_dim"], 0, max(0, len(shape) - 1))
+    if "rank_bytes" in entry:
+        for rank, size in enumerate(_check_list(f"{where}['rank_bytes']", entry["rank_bytes"])):
+            _check_int(f"{where}['rank_bytes'][{rank}]", size, 0, 2**62)
     if "sum_of_bits" in entry:
         _check_int(f"{where}['sum_of_bits']", entry["sum_of_bits"], 0, 2**64 - 1)
 
@@ -213,6 +216,15 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     _each("source_dtypes", manifest, _check_source_dtypes, len(models))
     _each("tied", manifest, _check_tied, len(models))
     _each("left_out", manifest, _check_tensors, len(models))
+    _each("changed_base", manifest, _check_texts, len(models))
+    for index, model in enumerate(models):
+        for name, entry in model.items():
+            sizes = entry.get("rank_bytes", [0] * manifest["world_size"])
+            if len(sizes) != manifest["world_size"]:
+                raise ValueError(
+                    f"models[{index}][{shown(name)}]['rank_bytes'] has {len(sizes)} entries, "
+                    f"expected {manifest['world_size']}: one for each rank"
+                )
 
 
 def check_besides(folder: Path, file: str, found: object, count: int) -> None:

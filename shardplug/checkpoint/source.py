@@ -75,7 +75,11 @@ class OwnFolder:
         """Yield every tensor's place in the manifest, DCP's key, and the manifest's entry."""
         for index, model in enumerate(self.manifest["models"]):
             for name, entry in model.items():
-                yield f"models[{index}][{shown(name)}]", self.model_key(index, name), entry
+                where, shared = f"models[{index}][{shown(name)}]", self.model_key(index, name)
+                yield where, shared, entry
+                for rank, size in enumerate(entry.get(manifests.RANK_BYTES, ())):
+                    key = manifests.rank_key(rank, shared) if rank else shared
+                    yield f"{where} of rank {rank}", key, {**entry, "shape": [size]}
         for index, state in enumerate(self.manifest["optimizers"]):
             for name, keys in state.items():
                 for key, entry in keys.items():

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from shardplug.checkpoint.agree import check_agreement, check_content, check_readable
+from shardplug.checkpoint.agree import (
+    check_agreement,
+    check_content,
+    check_readable,
+    extra_state_by_rank,
+)
 from shardplug.checkpoint.collective import (
     from_rank_0,
     gather,
@@ -27,14 +32,18 @@ from shardplug.checkpoint.commit import MANIFEST, Aside, new_id
 from shardplug.checkpoint.durable import (
     BLOCK_BYTES,
     SummingFileSystem,
+    bytes_of,
     file_checksums,
+    is_full,
     naming,
     sync,
 )
 from shardplug.checkpoint.manifest import (
+    RANK_BYTES,
     check_described,
     describe,
     optimizer_key,
+    rank_key,
     state_key,
     to_json,
 )
@@ -44,6 +53,7 @@ from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory, SnapshotPlan
 from shardplug.checkpoint.source import META, PARAM_GROUPS
 from shardplug.core import _torch
 from shardplug.errors import CheckpointError
+from shardplug.tiers.filesystem import room_at
 
 if TYPE_CHECKING:
     from shardplug.checkpoint.background import Background
@@ -51,6 +61,8 @@ if TYPE_CHECKING:
 __all__ = ["PARAM_GROUPS", "Draft", "write"]
 
 _SAVING = "Saving"
+
+T = TypeVar("T")
 
 
 def write(
@@ -66,7 +78,8 @@ def write(
 ) -> None:
     """Write one checkpoint. Collective; all ranks succeed or all raise.
 
-    Tensors that are whole on every rank (buffers, counters) are taken from rank 0.
+    Tensors that are whole on every rank (buffers, counters) are taken from rank 0. Extra state of
+    modules that differs between ranks is kept for each.
 
     Args:
         path: The folder to make; rank 0's counts. A checkpoint there is replaced; another
@@ -133,6 +146,7 @@ class Draft:
         self._optimizers = optimizers
         self._manifest: dict[str, Any] = {}
         self._files: dict[str, dict[str, Any]] = {}
+        self._by_rank: Sequence[Mapping[str, Sequence[int]]] = ()
 
     @property
     def target(self) -> Path:
@@ -161,13 +175,17 @@ class Draft:
                 check_readable(whole)
                 check_described(self._manifest)
 
-        together(check, _SAVING)
+        self._together(check)
         check_agreement(self._models, self._optimizers)
+        self._by_rank = extra_state_by_rank(self._models)
+        for entries, sizes in zip(self._manifest["models"], self._by_rank, strict=True):
+            for name, size in sizes.items():
+                entries[name][RANK_BYTES] = size
         with self._discarding():
-            together(lambda: self._aside.open() if self._rank == 0 else None, _SAVING)
-            together(lambda: self._write_rest(whole, side_files), _SAVING)
+            self._together(lambda: self._aside.open() if self._rank == 0 else None)
+            self._together(lambda: self._write_rest(whole, side_files))
             if memory is not None:
-                self._snapshot = together(lambda: Snapshot(self._tensors(), memory), _SAVING)
+                self._snapshot = self._together(lambda: Snapshot(self._tensors(), memory))
 
     def finish(self, group: dist.ProcessGroup | None = None) -> None:
         """Write the tensors and publish the folder. Collective.
@@ -180,9 +198,9 @@ class Draft:
         """
         group = group or message_group()
         with self._discarding():
-            together(lambda: self._write_tensors(group), _SAVING, group=group)
+            self._together(lambda: self._write_tensors(group), group)
             files = self._collect_files(group)
-            together(lambda: self._publish(files), _SAVING, group=group)
+            self._together(lambda: self._publish(files), group)
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -192,6 +210,26 @@ class Draft:
             if self._rank == 0:
                 self._aside.discard()
             raise
+
+    def _together(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+        return together(action, _SAVING, group=group, explain=self._room)
+
+    def _room(self, error: BaseException) -> str:
+        """Say what the save needs and what there is, after an error of a drive that is full."""
+        if not is_full(error):
+            return ""
+        sizes = (
+            value.numel() * value.element_size()
+            for values in (*self._models, *_states(self._optimizers))
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        )
+        folder = self._aside.folder
+        ours = bytes_of(folder.rglob("*"))  # of all ranks; removed when this is raised
+        return (
+            f". The tensors of the checkpoint take {sum(sizes)} bytes; {self.target.parent} has "
+            f"{room_at(folder, ours=ours)}."
+        )
 
     def _write_rest(
         self, meta: Mapping[str, Any], side_files: Callable[[Path], None] | None
@@ -225,6 +263,11 @@ class Draft:
             tensors[optimizer_key(index)] = {
                 "state": {name: mine(values) for name, values in optimizer["state"].items()}
             }
+        if rank:
+            for index, names in enumerate(self._by_rank):
+                model = self._models[index]
+                own = {name: model[name] for name in names}
+                tensors[rank_key(rank, state_key(index))] = own
         return tensors
 
     def _write_tensors(self, group: dist.ProcessGroup | None) -> None:
@@ -282,6 +325,11 @@ def _save(value: Any, path: Path) -> None:
     torch.save(value, buffer)
     with naming(path), path.open("wb") as file:
         file.write(buffer.getbuffer())
+
+
+def _states(optimizers: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for optimizer in optimizers:
+        yield from optimizer["state"].values()
 
 
 def _besides_tensors(optimizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -189,6 +189,10 @@ def _warn_low_masters(model: nn.Module, precision: Precision) -> None:
 
 def _gather_ahead(model: nn.Module, plan: UnitPlan, device: torch.device, prefetch: int) -> None:
     if prefetch < 1:
+        for unit in (*plan.modules, model):
+            if isinstance(unit, FSDPModule):
+                # Without a list FSDP2 gathers the unit whose forward ended before this one's.
+                unit.set_modules_to_backward_prefetch([unit])
         return
     if device.type == "cpu":
         set_gather_ahead(model)

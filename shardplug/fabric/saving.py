@@ -111,7 +111,10 @@ class SavesState(_Base):  # type: ignore[misc]
             share_buffers(module)
         write(
             target,
-            models=[_kept(keep.get(k), state_of_model(m)) for k, m in modules.items()],
+            models=together(
+                lambda: [_kept(keep.get(k), state_of_model(m)) for k, m in modules.items()],
+                "Saving",
+            ),
             optimizers=[
                 _kept(keep.get(key), state_of_optimizer(owners, optimizer))
                 for key, optimizer in optimizers.items()

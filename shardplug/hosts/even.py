@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug.errors import ConfigError
-from shardplug.windows import Fetch, Together, fetched
+from shardplug.windows import Together, fetched
 
 __all__ = ["fetch_in_step", "reads_in_step"]
 
 
-def fetch_in_step(loader: DataLoader[Any], limit: int | float | None = None) -> Fetch | None:
+def fetch_in_step(loader: DataLoader[Any], limit: int | float | None = None) -> Together | None:
     """Return how to read batches in step, or None where lengths say that it is not needed.
 
     Collective.
@@ -45,21 +45,22 @@ def fetch_in_step(loader: DataLoader[Any], limit: int | float | None = None) -> 
         )
     if not isinstance(loader.dataset, IterableDataset):
         return None
-    return Together(type(loader.dataset).__name__).fetch
+    return Together(type(loader.dataset).__name__)
 
 
-def reads_in_step(loader: DataLoader[Any], fetch: Fetch) -> DataLoader[Any]:
-    """Return a twin of `loader`, of a subclass of its class, that reads through `fetch`."""
+def reads_in_step(loader: DataLoader[Any], together: Together) -> DataLoader[Any]:
+    """Return a twin of `loader`, of a subclass of its class, that reads with the other ranks."""
     twin = copy.copy(loader)
     kind = type(loader)
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     twin.__class__ = type(kind.__name__, (_InStep, kind), body)
-    vars(twin)["_fetch_in_step"] = fetch
+    vars(twin)["_together"] = together
     return twin
 
 
 class _InStep(DataLoader[Any]):
-    _fetch_in_step: Fetch
+    _together: Together
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        yield from fetched(self._fetch_in_step, super().__iter__())
+        self._together.begin()
+        yield from fetched(self._together.fetch, super().__iter__())

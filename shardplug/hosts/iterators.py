@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardplug.hosts import rng
+from shardplug.windows import Together
 
 __all__ = ["Counted", "Later", "PastFirst", "Position"]
 
@@ -23,7 +24,7 @@ class Position:
     """Context that the iterator of a new epoch is made in."""
     resumed: Callable[[int, int], None] = lambda saved, skipped: None
     """Told how many batches the saved run had used, and how many of this loader's those are."""
-    fetch: Callable[[Callable[[], Any]], Any] | None = None
+    together: Together | None = None
     """Reads a batch in step with the other ranks, where their data may end at different times."""
     batches: int = 0
     """Batches of this epoch handed out."""
@@ -99,6 +100,8 @@ class Counted(Iterator[Any]):
         self._position = position
         self._wants_state = wants_state
         self._drop = drop
+        if position.together is not None:
+            position.together.begin(position.batches)
 
     def __next__(self) -> Any:
         position = self._position
@@ -111,10 +114,10 @@ class Counted(Iterator[Any]):
                     next(self._iterator, None)
             self._drop = 0
         position.before_fetch()
-        if position.fetch is None:
+        if position.together is None:
             batch = next(self._iterator)
         else:
-            batch = position.fetch(lambda: next(self._iterator))
+            batch = position.together.fetch(lambda: next(self._iterator))
         position.batches += 1
         return batch
 

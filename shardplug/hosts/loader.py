@@ -31,6 +31,7 @@ from torch.utils.data import (
 from shardplug.errors import CheckpointError
 from shardplug.hosts import rng
 from shardplug.hosts.iterators import Counted, Later, PastFirst, Position
+from shardplug.windows import Together
 
 __all__ = ["is_resumable", "resumable"]
 
@@ -47,7 +48,7 @@ def resumable(
     before_fetch: Callable[[], None] = lambda: None,
     beginning: Callable[[], AbstractContextManager[None]] = nullcontext,
     resumed: Callable[[int, int], None] = lambda saved, skipped: None,
-    fetch: Callable[[Callable[[], Any]], Any] | None = None,
+    together: Together | None = None,
 ) -> DataLoader[Any]:
     """Return a resumable twin of `loader`; a loader that is resumable already is returned as is.
 
@@ -57,7 +58,7 @@ def resumable(
         beginning: Makes the context that the iterator of a new epoch is made in.
         resumed: Called when an epoch is resumed, with the number of batches that the saved run
             had used of it and the number of this loader's batches that hold the same samples.
-        fetch: Called with a function that reads a batch, in its place.
+        together: Reads the batches in step with the other ranks.
 
     Returns:
         A shallow copy, an instance of the loader's class.
@@ -68,7 +69,7 @@ def resumable(
     kind = type(loader)
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     twin.__class__ = type(kind.__name__, (_Resumable, kind), body)
-    vars(twin)["_position"] = Position(before_fetch, beginning, resumed, fetch)
+    vars(twin)["_position"] = Position(before_fetch, beginning, resumed, together)
     return twin
 
 

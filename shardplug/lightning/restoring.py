@@ -47,7 +47,6 @@ class Restores(_Base):  # type: ignore[misc]
     _fetches_before_rng = 0
     _trainable: list[str] | None = None
     _saved_accumulate: int | None = None
-    _misaligned: CheckpointError | None = None
     _is_running = False
     """Between the end of set-up and teardown."""
 
@@ -186,14 +185,7 @@ class Restores(_Base):  # type: ignore[misc]
             )
 
     def on_train_start(self) -> None:
-        """Freeze what was frozen, where a finetuning callback is not asked in mid-epoch.
-
-        Raises:
-            CheckpointError: When training would go on in the middle of an accumulation window.
-        """
-        misaligned, self._misaligned = self._misaligned, None
-        if misaligned is not None:
-            raise misaligned
+        """Freeze what was frozen, where a finetuning callback is not asked in mid-epoch."""
         names, self._trainable = self._trainable, None
         callbacks.set_trainable(self.lightning_module.trainer, self.lightning_module, names)
 
@@ -204,13 +196,13 @@ class Restores(_Base):  # type: ignore[misc]
             return dataloader
         trainer = module.trainer
         limit = getattr(trainer, f"limit_{trainer.state.stage.dataloader_prefix}_batches")
-        fetch = fetch_in_step(dataloader, limit)
-        if fetch is not None and (not trainer.training or is_resumable(dataloader)):
-            return reads_in_step(dataloader, fetch)
+        together = fetch_in_step(dataloader, limit)
+        if together is not None and (not trainer.training or is_resumable(dataloader)):
+            return reads_in_step(dataloader, together)
         if not trainer.training:
             return dataloader
         return resumable(
-            dataloader, self._before_fetch, self._before_epoch, self._count_batches, fetch
+            dataloader, self._before_fetch, self._before_epoch, self._count_batches, together
         )
 
     def _count_batches(self, saved: int, skipped: int) -> None:
@@ -219,13 +211,15 @@ class Restores(_Base):  # type: ignore[misc]
         Args:
             saved: Batches that the saved run had used of the epoch.
             skipped: Batches of this run that hold the same samples.
+
+        Raises:
+            CheckpointError: When training would go on in the middle of an accumulation window.
         """
         trainer = self.lightning_module.trainer
         accumulate = trainer.accumulate_grad_batches
         changed = skipped != saved or self._saved_accumulate not in (None, accumulate)
         if changed and skipped % accumulate:
-            # Raised when training starts: an error here is hidden by one in Lightning's teardown.
-            self._misaligned = CheckpointError(
+            raise CheckpointError(
                 f"Expected the {skipped} batches used of this epoch to be whole windows of "
                 f"accumulate_grad_batches={accumulate}: the first window after resuming would be "
                 "short, and its gradient too small. Resume with a number that divides it, or from "

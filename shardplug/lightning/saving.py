@@ -49,7 +49,7 @@ class Saves(_Base):  # type: ignore[misc]
         """Return the module's tensors, sharded. Collective."""
         self._meeting.wait("save_checkpoint")
         share_buffers(self.lightning_module)
-        return dict(state_of_model(self.lightning_module))
+        return together(lambda: state_of_model(self.lightning_module), "Saving")
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state by parameter name, sharded."""

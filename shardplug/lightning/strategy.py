@@ -267,6 +267,8 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
         """Bring the engine back to rest, so that the same module can be fitted again."""
         heartbeat.raised(exception)  # first, as what follows waits for ranks that did not raise
         self.forget_rng()
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            _drop_unread_data(self.lightning_module.trainer)
         if self._engine is None:
             return
         self._engine.oom.explain(exception)
@@ -296,6 +298,22 @@ class TrainerStrategy(RunsSteps, Saves, Restores, KeepsCheckpoints, World, _Base
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
+
+
+def _drop_unread_data(trainer: Any) -> None:
+    """Take data that could not be iterated from the loops, which would ask it for its length.
+
+    That fails, and Lightning's error would be raised in place of the first one.
+    """
+    loop = trainer._active_loop
+    inner = getattr(getattr(loop, "epoch_loop", None), "val_loop", None)
+    owners: tuple[Any, ...] = (loop, inner)
+    for owner in owners:
+        fetcher = getattr(owner, "_data_fetcher", None)
+        loader = getattr(fetcher, "_combined_loader", None)
+        if loader is not None and loader._iterator is None:
+            loader.reset()  # ends workers
+            owner._data_fetcher = None
 
 
 def _engine_of(strategy: TrainerStrategy) -> Callable[[], ZeroEngine]:

@@ -36,8 +36,7 @@ _SET_UP_REMEDIES = (
     'stage=3 with offload_params="nvme" and offload_optimizer="nvme": each unit leaves memory as '
     "soon as it is sharded",
 )
-_CODES = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-_FULL = tuple(os.strerror(code) for code in _CODES)
+_OF_MEMORY = ("in CPU memory", "for a staging buffer", os.strerror(errno.ENOMEM))
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _REMEDIES = {
     _OTHER: (
@@ -68,14 +67,17 @@ class _Watched(Protocol):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no room, on a device, on the host or on a drive."""
+    """Whether an error says that there was no room on a device or on the host.
+
+    A full drive is another thing, which its own error says all about.
+    """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
-        return error.errno in _CODES
+        return error.errno == errno.ENOMEM
     text = str(error)
     if isinstance(error, StorageError):
-        return "Expected room for" in text or any(words in text for words in _FULL)
+        return any(words in text for words in _OF_MEMORY)
     text = text.lower()
     return isinstance(error, RuntimeError) and (
         "out of memory" in text or "can't allocate memory" in text

@@ -293,7 +293,9 @@ class _Walker:
             self._gather(other)
 
     def _backward_prefetch(self, unit: int) -> Sequence[int]:
-        if unit in self._order and self._setup.prefetch:
+        if not self._setup.prefetch:
+            return ()
+        if unit in self._order:
             place = self._order.index(unit)
             explicit = self._order[max(0, place - self._setup.prefetch) : place][::-1]
             if explicit:

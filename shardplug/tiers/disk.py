@@ -14,7 +14,7 @@ import torch
 
 from shardplug.errors import StorageError
 from shardplug.tiers.file import SwapFile
-from shardplug.tiers.filesystem import free_bytes
+from shardplug.tiers.filesystem import FULL, room_at
 from shardplug.tiers.protocol import Region, Traffic, aligned
 from shardplug.tiers.staging import Buffer, Staging
 from shardplug.tiers.swap import SwapFolder
@@ -50,8 +50,9 @@ class DiskTier:
         try:
             self._file = SwapFile(path)
         except OSError as error:
+            room = f", with {room_at(path)}" if error.errno in FULL else ""
             raise StorageError(
-                f"Expected to make the swap file {path}, got: {error.strerror or error}."
+                f"Expected to make the swap file {path}, got: {error.strerror or error}{room}."
             ) from error
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="shardplug-disk")
         self._reads: dict[Region, tuple[Buffer, Future[None]]] = {}
@@ -111,11 +112,10 @@ class DiskTier:
         except OSError as error:
             self.free(list(reused.values()))
             folder = self.path.parent
-            free = free_bytes(folder) if folder.exists() else 0
             raise StorageError(
-                f"Expected room for {total} bytes in swap files in {folder}, which has {free} "
-                f"bytes free: {error.strerror or error}. Free some, name another nvme_path, or "
-                "use more ranks."
+                f"Expected room for {total} bytes in swap files in {folder}, which has "
+                f"{room_at(folder)}: {error.strerror or error}. Free some, name another "
+                "nvme_path, or use more ranks."
             ) from error
         regions: list[Region] = []
         for index, size in enumerate(rounded):
@@ -286,7 +286,9 @@ class DiskTier:
     def _failed(self, doing: str, region: Region, error: BaseException) -> StorageError:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         where = f"{region.num_bytes} bytes at byte {region.offset} of {self.path}"
-        return StorageError(f"{doing} {where} failed: {why}.")
+        full = isinstance(error, OSError) and error.errno in FULL
+        room = f" {self.path.parent} has {room_at(self.path)}." if full else ""
+        return StorageError(f"{doing} {where} failed: {why}.{room}")
 
 
 def _close(threads: ThreadPoolExecutor, file: SwapFile, owner: int) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Filesystem", "filesystem_of", "free_bytes"]
+__all__ = ["FULL", "Filesystem", "filesystem_of", "free_bytes", "room_at"]
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a system that has no room for what is written."""
 
 _MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _NETWORK = frozenset(
@@ -55,3 +60,26 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
     """Return the bytes that this user may still write to a path's filesystem."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
+
+
+def room_at(path: str | os.PathLike[str], *, ours: int = 0) -> str:
+    """Say how much may be written at a path, like "1024 bytes free", for a message.
+
+    Args:
+        path: A file or folder, which need not exist.
+        ours: Bytes there that count as free, as they go when the error is raised.
+    """
+    place = Path(path).absolute()
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        status = os.statvfs(place)
+    except OSError:  # gone just now: the error that is explained is the one to be seen
+        return "an unknown number of bytes free"
+    words = f"{status.f_bavail * status.f_frsize + ours} bytes free"
+    if status.f_files and not status.f_favail:
+        words += ", and no inode for another file"
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        words += f", for files of at most {limit} bytes (ulimit -f)"
+    return words

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
+import io
 import os
 import re
 import subprocess
@@ -274,7 +276,11 @@ def too_large(drive: str) -> None:
     model = engine.shard(nn.Linear(1000, 1000))
     needed = 8 * 1001 * 1000 // engine.world_size
     # On every rank, with the path, the bytes needed and those free.
-    with raises_everywhere(StorageError, drive, "bytes free: No space left"):
+    printed = io.StringIO()
+    with (
+        raises_everywhere(StorageError, drive, "bytes free: No space left"),
+        contextlib.redirect_stderr(printed),
+    ):
         try:
             engine.prepare_optimizer(torch.optim.AdamW(model.parameters()))
         except StorageError as error:
@@ -282,6 +288,7 @@ def too_large(drive: str) -> None:
             assert said is not None
             assert needed <= int(said[1]) <= needed * 1.05 and int(said[2]) <= 5 * 2**20
             raise
+    assert "memory" not in printed.getvalue(), "a full drive is not a want of memory"
 
 
 def denied(root: str) -> None:

@@ -7,6 +7,7 @@ import functools
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
+from shardplug.core._torch import unit_groups
 from shardplug.core.agreement import Agreement
+from shardplug.core.peer import PeerGather
 from shardplug.errors import ScheduleError
 from tests.support.models import Block, TinyLM, lm_loss, tokens
 from tests.support.parity import (
@@ -255,6 +258,36 @@ def _skipped_units(stage: int, prefetch: int) -> None:
         run.compare(step, loss, accumulate=1 + step % 2)
 
 
+def _gathers_ahead(prefetch: int) -> None:
+    """As many blocks are gathered ahead of use as the option says, in both directions."""
+    run = _Run(3, _LayerDrop(), prefetch=prefetch)
+    begun: list[int] = []
+    seen: dict[tuple[str, int], list[int]] = {}
+    names = [name for name, _ in unit_groups(run.model)]
+
+    def note(where: str, index: int) -> Callable[..., None]:
+        return lambda *_: seen.update({(where, index): list(begun)})
+
+    for index, block in enumerate(run.model.blocks):
+        block.up.register_forward_hook(note("forward", index))
+        block.up.register_full_backward_pre_hook(note("backward", index))
+    gather = PeerGather.__call__
+
+    def noting(self: PeerGather, *args: Any, **kwargs: Any) -> Any:
+        if names[self._unit].startswith("blocks."):
+            begun.append(int(names[self._unit].removeprefix("blocks.")))
+        return gather(self, *args, **kwargs)
+
+    with mock.patch.object(PeerGather, "__call__", noting), run.engine.micro_step():
+        _loss(run.model, 0, 0, run.engine.rank).backward()
+    last = len(run.model.blocks) - 1
+    assert last == 3
+    for index in range(last + 1):
+        assert seen["forward", index] == list(range(min(index + prefetch, last) + 1))
+        backward = seen["backward", index][last + 1 :]
+        assert backward == list(range(last, max(index - prefetch, 0) - 1, -1)), (prefetch, index)
+
+
 # ------------------------------------------------------------------ exceptions
 
 
@@ -435,6 +468,15 @@ def _gradient_penalty(stage: int, offload: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_of_gradients(pool: RankPool, stage: int, offload: str) -> None:
     pool.run(_gradient_penalty, 2, stage, offload)
+
+
+def _gathers_ahead_by_option() -> None:
+    for prefetch in (0, 1, 2):
+        _gathers_ahead(prefetch)
+
+
+def test_blocks_are_gathered_as_far_ahead_as_asked(pool: RankPool) -> None:
+    pool.run(_gathers_ahead_by_option, 2)
 
 
 @pytest.mark.parametrize("stage", STAGES)

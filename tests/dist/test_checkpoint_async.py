@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.checkpoint import is_checkpoint, resume_point
 from shardplug.checkpoint.snapshot import SnapshotMemory
+from shardplug.checkpoint.writer import Draft
 from shardplug.errors import CheckpointError
 from tests.dist.checkpoint_runs import (
     Run,
@@ -40,15 +41,15 @@ from tests.support.pool import RankPool
 
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
-    """Let no thread but this one write to the end before the event is set."""
-    gate, fsync, here = threading.Event(), os.fsync, threading.get_ident()
+    """Let no thread but this one write a tensor before the event is set."""
+    gate, write, here = threading.Event(), Draft._write_tensors, threading.get_ident()
 
-    def wait_at_gate(handle: int) -> None:
+    def wait_at_gate(self: Draft, *args: Any) -> None:
         if threading.get_ident() != here:
             assert gate.wait(60)
-        fsync(handle)
+        write(self, *args)
 
-    with mock.patch.object(os, "fsync", wait_at_gate):
+    with mock.patch.object(Draft, "_write_tensors", wait_at_gate):
         try:
             yield gate
         finally:
@@ -244,6 +245,31 @@ def _fails(root: str) -> None:
 def test_a_failure_is_raised_by_step_wait_and_save(pool: RankPool, tmp_path: Path) -> None:
     """Case 34."""
     pool.run(_fails, 2, str(tmp_path))
+
+
+def _looks_without_waiting(root: str) -> None:
+    """A rank whose thread still works keeps no rank waiting, and no rank ends the save alone."""
+    run, rank, gate = make_run("plain", 2), dist.get_rank(), threading.Event()
+    background = run.engine.background
+    with held_back() as written:
+        save(run, f"{root}/a")
+        if rank == 1:
+            background.after(lambda: gate.wait(20) or None)
+        written.set()
+        if rank == 0:
+            background._thread.join()
+    dist.barrier()
+    train(run, range(2))
+    assert background.is_pending and background._thread.is_alive() == (rank == 1)
+    gate.set()
+    background._thread.join()
+    dist.barrier()
+    train(run, [2])
+    assert not background.is_pending
+
+
+def test_looking_at_a_save_does_not_wait_for_it(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_looks_without_waiting, 2, str(tmp_path))
 
 
 class Squares(torch.utils.data.Dataset[torch.Tensor]):

@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import pickle
+import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.checkpoint import (
     Reader,
+    export_model,
     is_checkpoint,
     resume_point,
     state_of_model,
@@ -30,6 +33,7 @@ from shardplug.checkpoint import (
 )
 from shardplug.errors import CheckpointError
 from tests.dist.checkpoint_runs import Run, assert_equal, make_run, snapshot, train
+from tests.support.drives import memory_drive
 from tests.support.faults import (
     DAMAGES,
     Hits,
@@ -378,6 +382,57 @@ def test_every_file_and_call_may_fail(pool: RankPool, asynchronous: bool) -> Non
     with tempfile.TemporaryDirectory() as root:  # pytest's own may be entered by its user only
         os.chmod(root, 0o755)
         pool.run(_try_faults, 2, root, asynchronous)
+
+
+def _on_a_full_drive(drive: str, few_files: str) -> None:
+    """The error says where, how much is needed and how much is free, on every rank."""
+    rank = dist.get_rank()
+    run = make_run("plain", 3)
+    train(run, range(1))
+
+    def large(folder: Path) -> None:
+        torch.save(torch.zeros(10**6), folder / f"side-{rank}")  # torch hides the system's error
+
+    def wait() -> None:
+        run.engine.save(f"{drive}/c", optimizers=[run.optimizer], async_save=True)
+        run.engine.wait_for_save()
+
+    def save(path: str, **options: Any) -> Callable[[], None]:
+        return lambda: run.engine.save(path, **options)
+
+    whole = sum(p.numel() * 4 for p in run.model.parameters())
+    for number, attempt in enumerate(
+        (
+            save(f"{drive}/c", optimizers=[run.optimizer]),
+            wait,
+            save(f"{drive}/c", side_files=large),
+            lambda: export_model(run.engine, f"{drive}/out"),
+        )
+    ):
+        if number == 3:  # needs less than a checkpoint
+            free = shutil.disk_usage(drive).free
+            dist.barrier()
+            if rank == 0:
+                Path(f"{drive}/taken").write_bytes(bytes(free - 8192))
+            dist.barrier()
+        text = fails_together(attempt)
+        said = re.search(r"take (\d+) bytes; (.*) has (\d+) bytes free\.", text)
+        assert said is not None and said[2] == drive, text
+        assert int(said[1]) >= whole * (1.5 if number < 2 else 1), text
+        assert int(said[1]) > int(said[3]) > 0 or number == 2, text
+        assert number == 2 or ("No space left on device" in text and f"'{drive}/" in text), text
+        assert sorted(os.listdir(drive)) == (["taken"] if number == 3 else [])
+        dist.barrier()
+    text = fails_together(save(f"{few_files}/c"), "No space left", f"'{few_files}/.c.tmp-")
+    assert "bytes free, and no inode for another file" in text
+
+
+def test_a_full_drive_says_what_is_needed_and_free(pool: RankPool, tmp_path: Path) -> None:
+    with (
+        memory_drive(tmp_path / "drive", 128 * 1024) as drive,
+        memory_drive(tmp_path / "few", 2**20, num_inodes=4) as few_files,
+    ):
+        pool.run(_on_a_full_drive, 2, str(drive), str(few_files))
 
 
 def _save_for_damage(root: str) -> None:

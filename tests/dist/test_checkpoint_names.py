@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,23 @@ def _extra_state(root: str) -> None:
     tensor.engine.load(f"{root}/tensor", optimizers=[tensor.optimizer])
     assert tensor.model[0].state.tolist() == [1, 2]
 
+    # As many bytes on every rank or not; of one module, the other has the same on all ranks.
+    own = {"seen": list(range(40 * dist.get_rank())), "amax": torch.full((3,), dist.get_rank())}
+    nested = nn.Sequential(Counting("same"), nn.Sequential(nn.Linear(3, 7), Counting(own)))
+    rows = sharded(nested)
+    for kind in ("sync", "async"):
+        rows.engine.save(f"{root}/ranks-{kind}", async_save=kind == "async")
+        rows.model[1][1].state = None  # an async save has its copy already
+        rows.engine.wait_for_save()
+        assert "rank_bytes" in (entry := _entry(f"{root}/ranks-{kind}", "1.1._extra_state"))
+        assert len(entry["rank_bytes"]) == 2 and entry["rank_bytes"][0] < entry["rank_bytes"][1]
+        assert "rank_bytes" not in _entry(f"{root}/ranks-{kind}", "0._extra_state")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rows.engine.load(f"{root}/ranks-{kind}")
+        assert rows.model[1][1].state["seen"] == own["seen"] and rows.model[0].state == "same"
+        assert rows.model[1][1].state["amax"].tolist() == [dist.get_rank()] * 3
+
     run.model[2].state = object()
     with pytest.raises(CheckpointError, match="extra state 2._extra_state"):
         run.engine.save(f"{root}/extra", optimizers=[run.optimizer])
@@ -265,6 +283,31 @@ def _extra_state(root: str) -> None:
     wrong.model[0].count = wrong.model[0].count.float()
     with pytest.raises(CheckpointError, match=r"0.count: torch.int64 in the checkpoint"):
         wrong.engine.load(f"{root}/wrong")
+
+
+def _entry(folder: str, name: str) -> Any:
+    return Reader(folder).manifest["models"][0][name]
+
+
+def _from_other_ranks(folder: str) -> None:
+    """Every rank gets rank 0's extra state, and rank 0 says of which modules."""
+    said = r"of 1\.1 differed between the 2 ranks.*rank 0's is used everywhere"
+    plain = nn.Sequential(Counting(), nn.Sequential(nn.Linear(3, 7), Counting()))
+    loads: list[Any] = [lambda: Reader(folder, alone=True).load(plain)]
+    loads.append(lambda: plain.load_state_dict(Reader(folder, alone=True).whole_state()))
+    if dist.get_world_size() != 2:
+        again = sharded(nn.Sequential(Counting(), nn.Sequential(nn.Linear(3, 7), Counting())))
+        loads.append(lambda: again.engine.load(folder))
+        # The name of a module that has another one now.
+        loads.append(lambda: again.engine.load(folder, rename={"0": "0"}))
+    for number, load in enumerate(loads):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load()
+        texts = [str(one.message) for one in caught if re.search(said, str(one.message))]
+        assert len(texts) == (1 if number < 2 or dist.get_rank() == 0 else 0), (number, texts)
+        for model in [plain, again.model] if number > 1 else [plain]:
+            assert model[1][1].state["seen"] == [] and model[0].state == "same"
 
 
 def _no_second_copy(root: str) -> None:
@@ -314,6 +357,8 @@ def test_several_models_and_optimizers_in_one_folder(pool: RankPool, tmp_path: P
 
 def test_extra_state_and_buffers(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_extra_state, 2, str(tmp_path))
+    for world_size in (2, 3, 1):
+        pool.run(_from_other_ranks, world_size, str(tmp_path / "ranks-sync"))
 
 
 def test_state_of_optimizer_refuses_strangers() -> None:

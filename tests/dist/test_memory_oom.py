@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardplug import ZeroConfig, ZeroEngine
+from shardplug import StorageError, ZeroConfig, ZeroEngine
 from shardplug.memory import explained_oom, is_out_of_memory, plan
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
@@ -96,6 +97,12 @@ def test_without_a_plan_the_run_itself_is_planned(pool: RankPool, tmp_path: Path
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("shapes do not match"), False),
         (ValueError("out of memory"), False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (StorageError("Expected room for 9 bytes of optimizer state in CPU memory, but"), True),
+        (StorageError("Expected 9 bytes of pinned memory for a staging buffer, beside"), True),
+        (StorageError("Expected room for 9 bytes in swap files in /d, which has 1"), False),
+        (StorageError("Writing 9 bytes at byte 0 of f failed: No space left on device."), False),
     ],
 )
 def test_which_errors_count(error: BaseException, expected: bool) -> None:

@@ -74,6 +74,7 @@ def full_in_a_step(drive: str, root: str) -> None:
     before = engine.full_state_dict(model, rank0_only=False)
     backward(engine, model, 0)
     parts = ("Writing", "bytes at byte", drive, "state.swap failed: No space left", "load the last")
+    parts += ("bytes free.",)
     with raises_everywhere(StorageError, *parts):
         optimizer.step()
     after = engine.full_state_dict(model, rank0_only=False)

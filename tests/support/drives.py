@@ -20,10 +20,11 @@ def _call(*command: str) -> None:
 
 
 @contextmanager
-def memory_drive(folder: Path, num_bytes: int) -> Iterator[Path]:
+def memory_drive(folder: Path, num_bytes: int, num_inodes: int = 1000) -> Iterator[Path]:
     """Mount a tmpfs of that size on a new folder; skips the test where that is not allowed."""
     folder.mkdir()
-    _call("mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder))
+    options = f"size={num_bytes},nr_inodes={num_inodes}"
+    _call("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
     try:
         yield folder
     finally:

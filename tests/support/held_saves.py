@@ -18,7 +18,7 @@ class Gate:
 
     def __init__(self, fail_on_save: int | None, failing: bool) -> None:
         self._open = threading.Event()
-        self._count = 0
+        self.count = 0
         self._fail_on_save = fail_on_save
         self._failing = failing
 
@@ -30,11 +30,11 @@ class Gate:
         """Wait until released."""
         assert self._open.wait(PATIENCE), "nobody released the save"
         self._open.clear()
-        self._count += 1
+        self.count += 1
 
     def check_space(self) -> None:
         """Fail if this is the save to fail, on the rank to fail."""
-        if self._failing and self._count == self._fail_on_save:
+        if self._failing and self.count == self._fail_on_save:
             raise OSError(28, "No space left on device")
 
 

@@ -50,6 +50,18 @@ def step(acc: Any, net: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
+def content(acc: Any, net: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the parameters and of what Adam keeps of them."""
+    found = {}
+    for name, parameter in net.named_parameters():
+        found[name] = parameter.full_tensor().detach().clone()
+        for key, value in acc._optimizers[0].optimizer.state[parameter].items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"{name}.{key}"] = whole.clone()
+    assert len(found) == 4 * 4
+    return found
+
+
 def names(root: str) -> list[str]:
     return sorted(os.listdir(Path(root, "checkpoints")))
 
@@ -80,11 +92,15 @@ def save_beside_training(root: str) -> None:
     with held_saves() as gate:
         saved = acc.completed_steps
         assert saved >= 4, "the failure may be known before the first step after it is counted"
+        before = content(acc, net)
         acc.save_state()
         step(acc, net, optimizer)
-        gate.release()
+        step(acc, net, optimizer)
+        assert all(not torch.equal(v, before[name]) for name, v in content(acc, net).items())
+        gate.release()  # it has written nothing yet
         acc.load_state()  # waits for it
         assert acc.completed_steps == saved
+        assert all(torch.equal(v, before[name]) for name, v in content(acc, net).items())
         acc.save_state()
         gate.release()
         acc.end_training()

@@ -625,6 +625,33 @@ def save_inside_a_window(folder: str) -> None:
         if acc.is_main_process:
             stack.enter_context(pytest.warns(UserWarning, match="middle of an accumulation"))
         acc.save_state(folder)
+    # A resumed run is in the middle of that window, too: its next micro-batch is the last one.
+    acc = accelerator(zero="zero3", gradient_accumulation_steps=2)
+    net = seeded_model(seed=8)
+    net, optimizer = acc.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with contextlib.ExitStack() as stack:
+        if acc.is_main_process:
+            stack.enter_context(pytest.warns(UserWarning, match="other micro-batches only"))
+        acc.load_state(folder)
+    for micro, steps in ((1, 1), (2, 1), (3, 2)):
+        batch = tokens(0, micro, dist.get_rank())
+        with acc.accumulate(net):
+            acc.backward(lm_loss(net(batch), batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert acc.completed_steps == steps
+    whole, plain = acc.engine.full_state_dict(rank0_only=False), seeded_model()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for micro in (1, 2, 3):
+        for rank in range(WORLD):
+            batch = tokens(0, micro, rank)
+            (lm_loss(plain(batch), batch) / (2 * WORLD)).backward()
+        if micro != 2:
+            reference.step()
+            reference.zero_grad()
+    assert len(whole) > 10
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_saving_inside_a_window_warns_of_what_is_lost(pool: RankPool, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def save_beside_training(folder: str) -> None:
         gate.release()
         run.save(second, {"model": model, "optimizer": optimizer, "step": 2})
         assert is_checkpoint(first), "the second waits for the first"
+        at_second = whole(model.module)
         run.strategy.remove_checkpoint(first)
         step(run, model, optimizer)
         run.barrier()
@@ -59,6 +60,7 @@ def save_beside_training(folder: str) -> None:
         state = {"model": model, "step": 0}
         run.load(second, state)  # waits, too
         assert state["step"] == 2
+        assert_close(whole(model.module), at_second, 0.0)
         run.barrier()
         assert os.listdir(folder) == ["second"]
         run.save(f"{folder}/third", {"model": model})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import shardplug.hf
 from shardplug.accelerate.trainer_folders import FOLDER
@@ -133,6 +134,77 @@ def test_a_base_that_nobody_could_load_again_is_kept(
     manifest = json.loads((tmp_path / "checkpoint-4" / FOLDER / "manifest.json").read_text())
     assert "left_out" not in manifest
     assert any(name.endswith("mlp.up_proj.weight") for name in manifest["models"][0])
+
+
+class Merges(TrainerCallback):
+    """ReLoRA: after step 3 the adapters go into the base and begin again at zero.
+
+    After step 3 two rows of a layer without adapters change places too, and go back after step 5.
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        rows = dict(model.named_parameters())["base_model.model.model.norm.weight"]
+        with torch.no_grad():
+            if state.global_step in (3, 5):
+                local = rows.to_local() if hasattr(rows, "to_local") else rows
+                local[:2] = local[:2].flip(0)
+            if state.global_step == 3:
+                model.merge_adapter()
+                for module in model.modules():
+                    if hasattr(module, "lora_A"):
+                        module.merged_adapters.clear()  # a part of the base from now on
+                        module.lora_B["default"].weight.zero_()
+
+
+def relora(out: Path, strategy: str, base: Path, *, merges: bool, **options: Any) -> Any:
+    import torch.distributed as dist
+
+    with launched(strategy), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = adapted(base, modules_to_save=None)
+        options |= {"callbacks": (Merges(),)} if merges else {}
+        result = run(out, model, world_size=dist.get_world_size(), max_steps=6, **options)
+        said = [str(w.message) for w in caught if "has changed since" in str(w.message)]
+    return result | {"said": said}
+
+
+def test_a_base_that_adapters_were_merged_into_is_saved(
+    base: Path, pool: RankPool, tmp_path: Path
+) -> None:
+    """And only as far as it differs from the one that is loaded again."""
+    # Ones would not tell whether rows have changed places.
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.norm.weight.copy_(torch.linspace(0.5, 1.5, 32))
+    model.save_pretrained(base := tmp_path / "base")
+    changed = {
+        2: set(),
+        4: {"model.norm", *(f"model.layers.{i}.self_attn.q_proj.base_layer" for i in (0, 1))},
+    }
+    changed[6] = changed[4] - {"model.norm"}
+    expected, _ = pool.run(relora, 2, tmp_path / "run", "zero3", base, merges=True)
+    for step, names in changed.items():
+        folder = tmp_path / f"run/checkpoint-{step}" / FOLDER
+        manifest = json.loads((folder / "manifest.json").read_text())
+        names = {f"base_model.model.{name}.weight" for name in names}
+        (held,), (left_out,) = manifest["models"], manifest["left_out"]
+        assert {name for name in held if "lora_" not in name} == names, step
+        assert not names & left_out.keys() and len(left_out) + len(names) == 21
+    assert len(expected["said"]) == 2 and "(3 tensors)" in expected["said"][0], expected["said"]
+    with pytest.warns(UserWarning, match="2 tensors of the base .* changed"):
+        export(folder, tmp_path / "exported")
+
+    # A resumed run starts from the base that is on disk, and saves what differs from that.
+    resume = str(tmp_path / "run/checkpoint-4")
+    for strategy in ("zero1", "zero3"):
+        out = tmp_path / strategy
+        found = pool.run(relora, 2, out, strategy, base, merges=strategy == "zero1", resume=resume)
+        for step in (5, 6):
+            right = expected["losses"][step]
+            assert found[0]["losses"][step] == pytest.approx(right, rel=1e-5), (strategy, step)
+        manifest = json.loads((out / "checkpoint-6" / FOLDER / "manifest.json").read_text())
+        held = {name for name in manifest["models"][0] if "lora_" not in name}
+        assert len(held) == (2 if strategy == "zero1" else 3), held
 
 
 def test_the_adapter_is_exported_and_the_whole_model_is_not(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ import torch
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.accelerate.trainer_folders import FOLDER, last_whole_checkpoint
 from shardplug.checkpoint import Reader
+from shardplug.checkpoint.planners import LoadPlanner
 from shardplug.errors import CheckpointError
 from tests.adapters.hf_trainer.common import build, launched, run
 from tests.support.pool import RankPool
@@ -36,11 +41,27 @@ def train(
         warnings.simplefilter("always")
         model = build(tied=tied, seed=seed, attention_dropout=dropout)
         try:
-            result = run(out, model, resume=resume, world_size=dist.get_world_size(), **changes)
+            with tensors_read() as reads:
+                result = run(out, model, resume=resume, world_size=dist.get_world_size(), **changes)
         except (CheckpointError, FileNotFoundError) as error:
             return {"error": str(error)}
         state = {n: p.full_tensor() for n, p in model.state_dict().items()}
-        return result | {"state": state, "warnings": [str(w.message) for w in caught]}
+        said = [str(w.message) for w in caught]
+        return result | {"state": state, "warnings": said, "reads": dict(reads)}
+
+
+@contextmanager
+def tensors_read() -> Iterator[Counter[str]]:
+    """Count the elements that are read of each tensor of a checkpoint on this rank."""
+    reads: Counter[str] = Counter()
+
+    def counting(self: LoadPlanner, item: Any, tensor: torch.Tensor) -> None:
+        reads[item.dest_index.fqn] += tensor.numel()
+        commit(self, item, tensor)
+
+    commit = LoadPlanner.commit_tensor
+    with mock.patch.object(LoadPlanner, "commit_tensor", counting):
+        yield reads
 
 
 def tail(losses: dict[int, float], after: int) -> dict[int, float]:
@@ -60,9 +81,18 @@ def test_resuming_at_another_world_size_stage_and_tier_ends_at_the_same_weights(
     ranks: int, strategy: str, whole: Any, pool: RankPool, tmp_path: Path
 ) -> None:
     out, expected = whole
-    resumed = pool.run(train, ranks, tmp_path, strategy, resume=str(out / "checkpoint-2"), seed=9)[
-        0
-    ]
+    resume = str(out / "checkpoint-2")
+    everyone = pool.run(train, ranks, tmp_path, strategy, resume=resume, seed=9)
+    resumed = everyone[0]
+    # All ranks together read each tensor once: the weights, and both moments.
+    reads = sum((Counter(one["reads"]) for one in everyone), Counter())
+    for name, value in expected["state"].items():
+        kinds = [
+            f"model.{name}",
+            *(f"optimizer_0.state.{name}.exp_avg{end}" for end in ("", "_sq")),
+        ]
+        if name != "lm_head.weight":  # tied
+            assert [reads[kind] for kind in kinds] == [value.numel()] * 3, name
     losses = tail(expected["losses"], 2)
     assert len(losses) == 4
     # The first steps are in the log that was saved; those that follow are this run's.

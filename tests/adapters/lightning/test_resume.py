@@ -53,12 +53,34 @@ class Stream(IterableDataset[Any]):
             yield data[index]
 
 
+class KeepsItsPlace(DataLoader[Any]):
+    """Saves and loads its position itself, as torchdata's StatefulDataLoader does."""
+
+    place = 0
+
+    def __iter__(self) -> Any:
+        first = self.place
+        for index, batch in enumerate(super().__iter__()):
+            if index >= first:
+                self.place = index + 1
+                yield batch
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 def loader(kind: str) -> DataLoader[Any]:
     if kind == "workers":
         # The ranks of the pool are daemons, which may not have children of their own.
         multiprocessing.current_process()._config["daemon"] = False
     if kind == "stream":
         return DataLoader(Stream(), batch_size=4)
+    if kind == "own place":
+        return KeepsItsPlace(Data(), batch_size=4, shuffle=True)
     workers = {"num_workers": 2, "multiprocessing_context": "fork"} if kind == "workers" else {}
     return DataLoader(Data(), batch_size=4, shuffle=True, **workers)
 
@@ -106,6 +128,7 @@ def continue_exactly(
         ("zero3", 7, "plain", 2, {"use_distributed_sampler": False}),
         ("zero3", 8, "workers", 2, {}),
         ("zero3", 8, "stream", 2, {}),
+        ("zero3", 8, "own place", 2, {}),
     ],
 )
 def test_mid_epoch_resume_is_exact(
@@ -149,10 +172,31 @@ def resume_accumulating(folder: str, expected: Any) -> None:
         odd.fit(build(), in_order(4), ckpt_path=folder)
 
 
+class Unreadable(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        raise KeyError("torn")
+
+
+def data_that_cannot_be_read(folder: str) -> None:
+    """The error is the one that was raised, not one of Lightning's that follows from it."""
+    with pytest.raises(CheckpointError, match="Expected the 40 samples used") as caught:
+        trainer("zero3", max_steps=10, max_epochs=-1).fit(build(), in_order(3), ckpt_path=folder)
+    assert caught.value.__context__ is None
+    for world in ("train", "val", "test"):
+        run, bad = trainer("zero3", max_epochs=1), Unreadable(Data(), batch_size=4)
+        with pytest.raises(KeyError, match="torn"):
+            if world == "test":
+                run.test(build(), bad, verbose=False)
+            else:
+                loaders = {"train": (bad, None), "val": (in_order(4), bad)}[world]
+                run.fit(build(), *loaders)
+
+
 def test_resume_with_more_and_smaller_micro_batches(pool: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     expected = pool.run(save_at_five, 2, folder, "zero3", 4)[0]
     pool.run(resume_accumulating, 2, folder, expected)
+    pool.run(data_that_cannot_be_read, 2, folder)
 
 
 @pytest.mark.parametrize(
