@@ -29,6 +29,7 @@ from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.generation import generate_in_step
 from shardplug.core.host_copies import copies_for
+from shardplug.core.layer_drop import drop_same_layers
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
 from shardplug.core.precision import Precision
@@ -267,6 +268,7 @@ class ZeroEngine:
             on_return=functools.partial(_call_returns, activations),
         )
         generate_in_step(model, calls.is_held)
+        drop_same_layers(model, self._control)
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         UnitArguments(units, resharded=self._stage.reshard_after_forward)
         if self._stage.reshard_after_forward:

@@ -50,6 +50,7 @@ __all__ = [
     "gathered_storages",
     "gathered_units",
     "guard_partial_reads",
+    "hide_managed_mark",
     "has_unreduced_gradients",
     "is_copy",
     "init_fake_process_group",
@@ -772,6 +773,14 @@ def uncompiled() -> AbstractContextManager[None]:
     """
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def hide_managed_mark(module: nn.Module) -> None:
+    """Take FSDP2's mark from a module whose forward computes something else where it finds it.
+
+    The mark is meant for Dynamo, which guards on less in modules that have it.
+    """
+    vars(module).pop("_is_fsdp_managed_module", None)
 
 
 def before_state_dict(unit: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
