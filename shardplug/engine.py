@@ -265,6 +265,7 @@ class ZeroEngine:
             on_call=functools.partial(self.oom.on_call, model),
             on_error=self.oom.explain,
             on_end=agreement.call_ends,
+            on_evaluation=agreement.evaluation_begins,
             on_return=functools.partial(_call_returns, activations),
         )
         generate_in_step(model, calls.is_held)
@@ -435,6 +436,8 @@ class ZeroEngine:
         if self._schedule.last:
             for sharded in self._sharded:
                 sharded.agreement.window_closes()
+        for sharded in self._sharded:
+            sharded.agreement.backward_ends()
         self._meet("The backward")
         self._emit("after_backward")
 

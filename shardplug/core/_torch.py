@@ -65,6 +65,7 @@ __all__ = [
     "multiply_all",
     "orthogonalise_whole_matrices",
     "own_groups",
+    "persistent_buffers",
     "refresh_dtypes",
     "register_extra_outputs",
     "replaced_parameters",
@@ -781,6 +782,13 @@ def hide_managed_mark(module: nn.Module) -> None:
     The mark is meant for Dynamo, which guards on less in modules that have it.
     """
     vars(module).pop("_is_fsdp_managed_module", None)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's own buffers that are in its state_dict, by name."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def before_state_dict(unit: nn.Module, hook: Callable[..., None]) -> RemovableHandle:

@@ -14,6 +14,7 @@ from torch import nn
 from shardplug.core import _torch
 from shardplug.core.order import Order
 from shardplug.core.peer import InFlight, PeerGather, PeerReduce
+from shardplug.core.shared_buffers import SharedBuffers
 from shardplug.errors import ModelError
 
 __all__ = ["Agreement", "control_group", "settle_at_exit"]
@@ -54,6 +55,8 @@ class Agreement:
       averaged, and parameters that no rank used lose the zero gradient they were given.
     - Ranks must gather and reduce the same units in the same order; where they part, every rank
       gets an error (see `Order`). On CPU ranks the collectives are direct messages (see `peer`).
+    - Buffers that training changes are rank 0's on every rank (see `SharedBuffers`): after each
+      backward, and before the first evaluation after training.
 
     Args:
         root: The sharded model.
@@ -82,6 +85,7 @@ class Agreement:
         self._without_grad: list[nn.Parameter] = []
         self._order = Order(group, compare=device.type == "cpu", first_code=index << 16)
         self._in_flight = InFlight()
+        self._buffers = SharedBuffers(root, group)
         if self._world_size > 1:
             self._direct_collectives(root, device)
 
@@ -144,6 +148,26 @@ class Agreement:
                 parameter.grad = None
         self._watch.restart()
         self._order.restart()
+
+    def backward_ends(self) -> None:
+        """Give every rank rank 0's buffers after a backward. Collective.
+
+        Raises:
+            ScheduleError: On every rank, when some have more to do.
+        """
+        if self._buffers:
+            self._order.end()
+            self._buffers.share()
+
+    def evaluation_begins(self) -> None:
+        """Give every rank rank 0's buffers before the first evaluation after training. Collective.
+
+        Raises:
+            ScheduleError: On every rank, when some begin no evaluation.
+        """
+        if self._buffers:
+            self._order.evaluation_begins()
+            self._buffers.share()
 
     def call_ends(self) -> None:
         """Compare that every rank is through with an evaluation step's gathers (CPU ranks).

@@ -14,6 +14,7 @@ from shardplug.errors import ScheduleError
 __all__ = ["Check", "Order"]
 
 _END = -1
+_EVALUATION = -2
 _TAG = 1 << 30  # above the tags of any unit's messages
 _ADVICE = (
     "A branch that only some ranks take must not be a unit of its own: leave its class out of "
@@ -160,6 +161,14 @@ class Order:
         """
         self._start(_END).confirm()
 
+    def evaluation_begins(self) -> None:
+        """Compare that every rank begins an evaluation.
+
+        Raises:
+            ScheduleError: On every rank, when some do something else.
+        """
+        self._start(_EVALUATION).confirm()
+
     def restart(self) -> None:
         """Begin a new window."""
         self.checksum = 0
@@ -168,6 +177,8 @@ class Order:
         """Say what a rank was about to do."""
         if code == _END:
             return "had finished its backward"
+        if code == _EVALUATION:
+            return "began an evaluation"
         verb = "reduces the gradients of" if code % 2 else "gathers"
         unit = (code - self._first_code) // 2
         known = 0 <= unit < len(self.units)
