@@ -27,7 +27,8 @@ __all__ = ["drop_same_layers"]
 def drop_same_layers(root: nn.Module, group: dist.ProcessGroup) -> None:
     """Let the modules that drop layers in training draw rank 0's numbers.
 
-    They are known by their forward, which reads an attribute called `layerdrop`.
+    They are known by their forward, which reads an attribute called `layerdrop`, or
+    `<something>_layerdrop`, of the module or its config.
 
     Args:
         root: The sharded model.
@@ -39,7 +40,7 @@ def drop_same_layers(root: nn.Module, group: dist.ProcessGroup) -> None:
             continue
         if "is_fsdp_managed_module" in code.co_names:
             hide_managed_mark(module)
-        if "layerdrop" in code.co_names and dist.get_world_size(group) > 1:
+        if _rate_names(code) and dist.get_world_size(group) > 1:
             _SameDraws(name or "the model", module, code, group)
 
 
@@ -66,6 +67,7 @@ class _SameDraws(TorchFunctionMode):
         super().__init__()
         self._name = name
         self._group = group
+        self._rates = _rate_names(code)
         self._draws_elsewhere = "rand" not in code.co_names and bool(
             {"random", "uniform"} & {*code.co_names}
         )
@@ -89,7 +91,7 @@ class _SameDraws(TorchFunctionMode):
         return number.to(result)
 
     def _begin(self, module: nn.Module, *_: Any) -> None:
-        rate = _rate(module)
+        rate = _rate(module, self._rates)
         if not module.training or not rate:
             return
         if self._draws_elsewhere:
@@ -107,8 +109,14 @@ class _SameDraws(TorchFunctionMode):
             self.__exit__(None, None, None)
 
 
-def _rate(module: nn.Module) -> float:
-    rate = getattr(module, "layerdrop", None)
-    if rate is None:
-        rate = getattr(getattr(module, "config", None), "layerdrop", None)
-    return float(rate) if isinstance(rate, (int, float)) else 0.0
+def _rate_names(code: CodeType) -> list[str]:
+    return [name for name in code.co_names if name.endswith("layerdrop")]
+
+
+def _rate(module: nn.Module, names: Sequence[str]) -> float:
+    for name in names:
+        for holder in (module, getattr(module, "config", None)):
+            rate = getattr(holder, name, None)
+            if isinstance(rate, (int, float)) and rate:
+                return float(rate)
+    return 0.0
