@@ -72,6 +72,7 @@ def _write_whole(
     named = {**given, **given.get("kwargs", {})}
     if named.get("state_dict") is not None or named.get("distributed_checkpoint"):
         return method(module, *args, **kwargs)
+    root.state_dict()  # refuses while parameters are held whole
     call = f"{method.__name__}()"
     gather(None, call)  # a rank that calls alone learns it here
     _torch.reshard_all(root)

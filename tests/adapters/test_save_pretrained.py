@@ -79,6 +79,11 @@ def saves(out: Path) -> None:
         torch.testing.assert_close(torch.load(out / name), Pushes().state_dict(), rtol=0, atol=0)
     with pytest.raises(CheckpointError, match=r"save_pretrained\(\) failed on rank 0: .*missing"):
         pushes.save_pretrained(out / "missing" / "folder")
+    with (
+        engine.gathered(tied),
+        pytest.raises(ScheduleError, match=r"no state_dict\(\) while parameters are held"),
+    ):
+        tied.save_pretrained(out / "held")
     whole = engine.full_state_dict(tied)
     tied.save_pretrained(out / "given", state_dict=whole, is_main_process=engine.rank == 0)
     assert "save_pretrained" in vars(tied) and "state_dict" not in vars(tied)
