@@ -45,7 +45,8 @@ def drop_same_layers(root: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _code_of_forward(module: nn.Module) -> CodeType | None:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    forward: Any = getattr(type(module), "forward", None)
+    code = None if forward is None else getattr(inspect.unwrap(forward), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 
