@@ -168,9 +168,12 @@ def names(stage: int) -> None:
     from transformers import LlamaForCausalLM
     from transformers.distributed.fsdp import is_fsdp_managed_module
 
-    engine = ZeroEngine(ZeroConfig(stage=stage))
-    for make, kind in ((build, LlamaForCausalLM), (Outer.Model, Outer.Model)):
-        plain, model = make(), make()
+    cases: list[tuple[Any, type, Any]] = [
+        (build, LlamaForCausalLM, "auto"),
+        (Outer.Model, Outer.Model, ("Sequential",)),
+    ]
+    for make, kind, units in cases:
+        engine, plain, model = ZeroEngine(ZeroConfig(stage=stage, units=units)), make(), make()
         engine.shard(model)
         assert sum(isinstance(m, FSDPModule) for m in model.modules()) > 1
         assert repr(model) == repr(plain)
