@@ -14,13 +14,14 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import batches
 import llama
 import text
 import torch
+import tracking
 from jsonargparse import auto_cli, set_parsing_settings
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -124,6 +125,7 @@ def checkpoint_to_resume(options: Options) -> Path | None:
 
 
 def main(options: Options) -> None:
+    options = replace(options, wandb=tracking.wandb_project(options.wandb))
     # What can be wrong with the options shows here, before the ranks wait for each other.
     source = llama.find(options.model)
     pairs = text.load_pairs(options.data)

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ import batches
 import llama
 import text
 import torch
+import tracking
 from jsonargparse import auto_cli, set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -212,6 +213,7 @@ def checkpoint_to_resume(options: Options) -> Path | None:
 
 
 def main(options: Options) -> None:
+    options = replace(options, wandb=tracking.wandb_project(options.wandb))
     # What can be wrong with the options shows here, before any other process is started.
     source = llama.find(options.model)
     pairs = text.load_pairs(options.data)
@@ -228,12 +230,12 @@ def main(options: Options) -> None:
     )
     on_gpu = options.accelerator != "cpu" and torch.cuda.is_available()
     num_ranks = options.devices or (torch.cuda.device_count() if on_gpu else 2)
-    logger = WandbLogger(
-        project=options.wandb,
-        save_dir=out,
-        offline="WANDB_API_KEY" not in os.environ,
-        config=asdict(options),
-    )
+    logger: Any = False
+    if options.wandb != "off":
+        offline = "WANDB_API_KEY" not in os.environ
+        logger = WandbLogger(
+            project=options.wandb, save_dir=out, offline=offline, config=asdict(options)
+        )
     curve = MemoryCurve(out / "memory")
     save = ModelCheckpoint(
         dirpath=out / "checkpoints",
@@ -254,7 +256,7 @@ def main(options: Options) -> None:
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=options.clip_norm,
         callbacks=[save, curve, StepLog(out / "losses.jsonl")],
-        logger=logger if options.wandb != "off" else False,
+        logger=logger,
         log_every_n_steps=1,
         num_sanity_val_steps=0,
         enable_model_summary=False,

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
 import llama
 import text
 import torch
+import tracking
 from jsonargparse import auto_cli, set_parsing_settings
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
@@ -99,6 +100,7 @@ def checkpoint_to_resume(options: Options) -> str | None:
 
 
 def main(options: Options) -> None:
+    options = replace(options, wandb=tracking.wandb_project(options.wandb))
     # What can be wrong with the options shows here, before the ranks wait for each other.
     source = llama.find(options.model)
     pairs = text.load_pairs(options.data)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import tracking
 from jsonargparse import auto_cli, set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -189,6 +190,7 @@ class Classifier(LightningModule):
 
 
 def main(options: Options) -> None:
+    options = replace(options, wandb=tracking.wandb_project(options.wandb))
     out = Path(options.out).absolute()
     on_gpu = options.accelerator != "cpu" and torch.cuda.is_available()
     devices = options.devices or (torch.cuda.device_count() if on_gpu else 2)

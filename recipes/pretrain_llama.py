@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import tracking
 from jsonargparse import auto_cli, set_parsing_settings
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
@@ -158,6 +159,7 @@ def learning_rate(options: Options, step: int) -> float:
 
 
 def main(options: Options) -> None:
+    options = replace(options, wandb=tracking.wandb_project(options.wandb))
     # Ranks: torchrun says how many there are, and how many share this node.
     start()
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -29,6 +29,7 @@ from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.generation import generate_in_step
 from shardplug.core.host_copies import copies_for
+from shardplug.core.layer_drop import drop_same_layers
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
 from shardplug.core.precision import Precision
@@ -269,9 +270,15 @@ class ZeroEngine:
             on_call=functools.partial(self.oom.on_call, model),
             on_error=self.oom.explain,
             on_end=agreement.call_ends,
+            on_evaluation=agreement.evaluation_begins,
             on_return=functools.partial(_call_returns, activations),
         )
         generate_in_step(model, calls.is_held)
+        drop_same_layers(model, self._control)
+        if any(hasattr(type(module), "save_pretrained") for module in model.modules()):
+            from shardplug.checkpoint.whole import save_pretrained_whole
+
+            save_pretrained_whole(model)
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         UnitArguments(units, resharded=self._stage.reshard_after_forward)
         if self._stage.reshard_after_forward:
@@ -444,6 +451,8 @@ class ZeroEngine:
         if self._schedule.last:
             for sharded in self._sharded:
                 sharded.agreement.window_closes()
+        for sharded in self._sharded:
+            sharded.agreement.backward_ends()
         self._meet("The backward")
         self._emit("after_backward")
 
@@ -641,20 +650,17 @@ class ZeroEngine:
         Args:
             model: One of the sharded models; None means the only one.
             rank0_only: Other ranks get an empty dictionary.
+
+        Raises:
+            CheckpointError: When another rank does not make this call.
         """
+        from shardplug.checkpoint.collective import gather
+        from shardplug.checkpoint.whole import whole_state
+
         model = self._one_model(model)
+        gather(None, "full_state_dict()")  # a rank that calls alone learns it here
         self.reshard()
-        keep = self.rank == 0 or not rank0_only
-        whole: dict[str, torch.Tensor] = {}
-        for name, value in model.state_dict().items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            if keep:
-                # At world size 1 the whole is the shard itself, which the next step changes.
-                shared = _torch.share_memory(full, _torch.local_tensor(value))
-                whole[name] = full.detach().to("cpu", copy=shared)
-        return whole
+        return whole_state(model, keep=self.rank == 0 or not rank0_only)
 
     def _one_model(self, model: nn.Module | None) -> nn.Module:
         if model is None:

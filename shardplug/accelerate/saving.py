@@ -11,6 +11,8 @@ from torch import nn
 
 from shardplug.accelerate import states
 from shardplug.accelerate.base import AcceleratorBase, engine_of
+from shardplug.checkpoint.collective import gather
+from shardplug.core.every_rank import on_every_rank
 from shardplug.errors import ConfigError
 
 __all__ = ["SavingMethods"]
@@ -28,17 +30,15 @@ class SavingMethods(AcceleratorBase):
 
         Returns:
             Full tensors on the CPU on rank 0, an empty dictionary elsewhere.
+
+        Raises:
+            CheckpointError: When another rank does not make this call.
         """
         engine = engine_of(model)
         if engine is None:
             return model.state_dict() if self.is_main_process else {}
-        state = engine.full_state_dict(model)
-        first: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            kept = first.setdefault(id(parameter), name)
-            if name in state:
-                state[name] = state[kept]  # tied tensors stay one tensor, and are written once
-        return state
+        gather(None, "get_state_dict()")
+        return engine.full_state_dict(model)
 
     def save_model(
         self,
@@ -57,7 +57,9 @@ class SavingMethods(AcceleratorBase):
 
         Raises:
             ConfigError: When the path is a file, on every rank.
+            CheckpointError: When another rank does not make this call.
         """
+        gather(None, "save_model()")
         if Path(save_directory).is_file():
             raise ConfigError(f"Expected a folder to save to, got the file {save_directory}.")
         super().save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -129,6 +131,15 @@ class SavingMethods(AcceleratorBase):
                 f"{sorted(load_model_func_kwargs)}."
             )
         states.load_state(self, input_dir, load_kwargs, strict=strict, rename=rename)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank has come here.
+
+        Raises:
+            ScheduleError: When another rank is gone, or makes another call.
+        """
+        with on_every_rank("wait_for_everyone()"):
+            super().wait_for_everyone()
 
     def wait_for_save(self) -> None:
         """Wait until the save that was started with `async_save` is on disk. Every rank calls it.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from shardplug.checkpoint.names import clean_name
 
@@ -81,7 +80,7 @@ def _describe(index: int, prefix: str, module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": index,
         "prefix": prefix,
-        "class": _class_name(base),
+        "class": type(base).__name__,
         "config": _json_of(config) if hasattr(config, "to_json_string") else None,
         "generation_config": _json_of(generation) if hasattr(generation, "to_dict") else None,
     }
@@ -109,14 +108,6 @@ def adapter_tensors(model: nn.Module) -> set[str] | None:
             return None
         found.update(names.values())
     return found
-
-
-def _class_name(module: nn.Module) -> str:
-    """Return the user's class, which sharding has put a class of its own in front of."""
-    for cls in type(module).__mro__:
-        if cls is not FSDPModule and FSDPModule not in cls.__bases__:
-            return cls.__name__
-    return type(module).__name__
 
 
 def _json_of(config: Any) -> dict[str, Any]:
@@ -156,10 +147,9 @@ def _adapter_config(module: nn.Module, base: nn.Module, adapter: Any) -> dict[st
         origin = getattr(base, "name_or_path", None)
         written["base_model_name_or_path"] = origin if isinstance(origin, str) and origin else None
     if not written.get("task_type") and base is not module:
-        cls = next(c for c in type(base).__mro__ if c.__name__ == _class_name(base))
         written["auto_mapping"] = {
-            "base_model_class": cls.__name__,
-            "parent_library": cls.__module__,
+            "base_model_class": type(base).__name__,
+            "parent_library": type(base).__module__,
         }
     return written
 

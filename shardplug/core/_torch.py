@@ -53,6 +53,7 @@ __all__ = [
     "gathered_storages",
     "gathered_units",
     "guard_partial_reads",
+    "hide_managed_mark",
     "has_unreduced_gradients",
     "grouped_product_flops",
     "is_copy",
@@ -68,6 +69,7 @@ __all__ = [
     "multiply_all",
     "orthogonalise_whole_matrices",
     "own_groups",
+    "persistent_buffers",
     "refresh_dtypes",
     "register_extra_outputs",
     "replaced_parameters",
@@ -888,6 +890,21 @@ def uncompiled() -> AbstractContextManager[None]:
     """
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def hide_managed_mark(module: nn.Module) -> None:
+    """Take FSDP2's mark from a module whose forward computes something else where it finds it.
+
+    The mark is meant for Dynamo, which guards on less in modules that have it.
+    """
+    vars(module).pop("_is_fsdp_managed_module", None)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's own buffers that are in its state_dict, by name."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def before_state_dict(unit: nn.Module, hook: Callable[..., None]) -> RemovableHandle:

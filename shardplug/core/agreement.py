@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardplug.core import _torch
 from shardplug.core.order import Order
 from shardplug.core.peer import InFlight, PeerGather, PeerReduce, ReplicaSum
+from shardplug.core.shared_buffers import SharedBuffers
 from shardplug.errors import ModelError
 
 __all__ = ["Agreement", "control_group", "settle_at_exit"]
@@ -56,6 +57,8 @@ class Agreement:
       averaged, and parameters that no rank used lose the zero gradient they were given.
     - Ranks must gather and reduce the same units in the same order; where they part, every rank
       gets an error (see `Order`). On CPU ranks the collectives are direct messages (see `peer`).
+    - Buffers that training changes are rank 0's on every rank (see `SharedBuffers`): after each
+      backward, and before the first evaluation after training.
 
     Args:
         root: The sharded model.
@@ -93,6 +96,7 @@ class Agreement:
             parts=[mesh.get_group(axis) for axis in range(mesh.ndim)],
         )
         self._in_flight = InFlight()
+        self._buffers = SharedBuffers(root, group)
         if self._world_size > 1:
             for unit, (name, parameters) in enumerate(_torch.unit_groups(root)):
                 self._order.units.append(name)
@@ -159,6 +163,26 @@ class Agreement:
                 parameter.grad = None
         self._watch.restart()
         self._order.restart()
+
+    def backward_ends(self) -> None:
+        """Give every rank rank 0's buffers after a backward. Collective.
+
+        Raises:
+            ScheduleError: On every rank, when some have more to do.
+        """
+        if self._buffers:
+            self._order.require_end()
+            self._buffers.share()
+
+    def evaluation_begins(self) -> None:
+        """Give every rank rank 0's buffers before the first evaluation after training. Collective.
+
+        Raises:
+            ScheduleError: On every rank, when some begin no evaluation.
+        """
+        if self._buffers:
+            self._order.evaluation_begins()
+            self._buffers.share()
 
     def call_ends(self) -> None:
         """Compare that every rank is through with an evaluation step's gathers (CPU ranks).

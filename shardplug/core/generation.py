@@ -17,8 +17,8 @@ def generate_in_step(root: nn.Module, is_held: Callable[[nn.Module], bool]) -> N
     """Give every `generate` in the model its default for `synced_gpus`.
 
     Each token is a forward, and each forward of a sharded model a collective. Hugging Face's
-    `synced_gpus` lets ranks that are through go on with forwards that count for nothing. It knows
-    the sharding of torch by the class of the model alone, and of ours nothing.
+    `synced_gpus` lets ranks that are through go on with forwards that count for nothing. It asks
+    for them where the module itself has FSDP2's mark, and knows nothing of a model held whole.
 
     Args:
         root: The sharded model.

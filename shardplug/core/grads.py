@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardplug.core._torch import clamp_all, local_tensor, multiply_all
+from shardplug.core.every_rank import on_every_rank
 from shardplug.core.tier_tensor import in_tier
 
 __all__ = ["clip_by_value", "global_norm", "scale_to_norm"]
@@ -39,7 +40,8 @@ def global_norm(
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         # A group of accelerators cannot reduce a CPU scalar, which an empty rank would hold.
         total = total.to(_group_device(group))
-        dist.all_reduce(total, op=op, group=group)
+        with on_every_rank("Clipping or grad_norm()"):
+            dist.all_reduce(total, op=op, group=group)
     rest = _power_sum(replicas, norm_type, total.device)
     if math.isinf(norm_type):
         return float(torch.maximum(total, rest))

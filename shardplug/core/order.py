@@ -16,6 +16,7 @@ from shardplug.errors import ScheduleError
 
 __all__ = ["KINDS", "Check", "Order"]
 
+_EVALUATION = -3  # beside END and PARTED
 KINDS = ("gather", "reduce", "sum over replicas")
 """What a unit is exchanged for; messages have the tag 4 * unit + place in this list, and more."""
 
@@ -248,6 +249,14 @@ class Order:
         """
         self._start(END, self._group).confirm()
 
+    def evaluation_begins(self) -> None:
+        """Compare that every rank begins an evaluation.
+
+        Raises:
+            ScheduleError: On every rank, when some do something else.
+        """
+        self._start(_EVALUATION, self._group).confirm()
+
     def restart(self) -> None:
         """Begin a new window."""
         self.checksum = 0
@@ -256,6 +265,8 @@ class Order:
         """Say what a rank was about to do."""
         if code == END:
             return "had finished its backward"
+        if code == _EVALUATION:
+            return "began an evaluation"
         unit, kind = divmod(code - self._first_code, 4)
         known = 0 <= unit < len(self.units)
         return f"{_VERBS[kind]} {self.units[unit] if known else 'another model'}"

@@ -47,6 +47,8 @@ class RootCalls:
         on_end: Called when an outermost call of one of `methods` without gradients returns, with
             no parameter held.
         on_call: Told the method's name and the arguments of such a call.
+        on_evaluation: Called before the first outermost call in evaluation mode without gradients,
+            or before parameters are held, after a call that trained.
         on_error: Told the exception that ends an outermost call.
     """
 
@@ -62,11 +64,14 @@ class RootCalls:
         on_error: Callable[[BaseException], None] = lambda _: None,
         on_end: Callable[[], None] = lambda: None,
         on_return: Callable[[], None] = lambda: None,
+        on_evaluation: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
         self._on_return = on_return
         self._on_leave = on_leave
         self._on_end = on_end
+        self._on_evaluation = on_evaluation
+        self._trained = False
         self._stage = stage
         self._on_enter = on_enter
         self._on_exit = on_exit
@@ -125,6 +130,7 @@ class RootCalls:
             for unit in self._root.modules()
             if isinstance(unit, FSDPModule) and (unit in inside or part in set(unit.modules()))
         ]
+        self._leave_training()
         self._held.update(units)
         self._begin_evaluation()
         try:
@@ -156,6 +162,11 @@ class RootCalls:
         units = [unit for unit in part.modules() if isinstance(unit, FSDPModule)]
         return bool(self._held) and all(unit in self._held for unit in units)
 
+    def _leave_training(self) -> None:
+        if self._trained and not self._held:
+            self._trained = False
+            self._on_evaluation()
+
     def _begin_evaluation(self) -> None:
         if self._forget_forwards is None:
             self._forget_forwards = forwards_so_far(self._root)
@@ -186,8 +197,13 @@ class RootCalls:
             )
         if self._depth == 0 and not self._held:
             self._require_unconverted()
+        if self._depth == 0 and not torch.is_grad_enabled() and not self._root.training:
+            self._leave_training()
         self._depth += 1
         if self._depth == 1:
+            # While parameters are held each rank runs what it wants to.
+            if not self._held and (torch.is_grad_enabled() or self._root.training):
+                self._trained = True
             if torch.is_grad_enabled():
                 self._on_enter()
                 self._on_call(method, args, kwargs)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardplug.core._torch import set_gather_ahead
+from shardplug.core.own_class import keep_class_name
 from shardplug.core.precision import Precision
 from shardplug.core.sources import waiting_in
 from shardplug.core.stage import Stage
@@ -146,6 +147,7 @@ def shard_model(
             ignored_params=ignored,
             offload_policy=rest,
         )
+        keep_class_name(unit)
         filler.let_go(inside)
         filler.fill_shards()
         if on_unit is not None:

@@ -181,7 +181,7 @@ class Filler:
         assert not self._to_shard
         forget_waiting(self._root)
         first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-        kind = type(self._root).__name__.removeprefix("FSDP")
+        kind = type(self._root).__name__
         for names, what in (
             (self._new_names, f"Not in the files of {kind}, so newly initialised"),
             (self._waiting.replaced, f"Not read from the files of {kind}, as they have values"),

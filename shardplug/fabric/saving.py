@@ -24,7 +24,6 @@ from shardplug.checkpoint import (
 from shardplug.errors import ConfigError
 from shardplug.fabric.entry import bare
 from shardplug.hosts import comm, hyper_parameters, meta, opening
-from shardplug.hosts.buffers import share_buffers
 from shardplug.hosts.options import refuse_checkpoint_io
 from shardplug.hosts.paths import local_path
 
@@ -107,8 +106,6 @@ class SavesState(_Base):  # type: ignore[misc]
         }
         own = {"models": list(modules), "optimizers": list(optimizers)}
         owners = list(modules.values()) or self.engine.models
-        for module in modules.values():
-            share_buffers(module)
         write(
             target,
             models=together(

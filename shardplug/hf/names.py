@@ -97,12 +97,12 @@ class _Names:
         self._places = dict(places)
         self._prefix: str | None = None
         self._config: Any = getattr(model, "config", None)
-        self._class_name = type(model).__name__.removeprefix("FSDP")
+        self._class_name = type(model).__name__
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
         if isinstance(model, PreTrainedModel):
             self._prefix = model.base_model_prefix or None
-            transforms = get_model_conversion_mapping(_as_built(model))
+            transforms = get_model_conversion_mapping(model)
             self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
             self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
 
@@ -173,23 +173,6 @@ class _Names:
             "model with transformers' from_pretrained and shard it, or save it from there with "
             "save_pretrained(folder, save_original_format=False) and load that folder."
         )
-
-
-def _as_built(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model, or a twin on meta of the class that it had before it was sharded.
-
-    The tables are looked up by class name, and FSDP2 changes it.
-    """
-    kinds = {type(m) for m in model.modules() if isinstance(m, PreTrainedModel)}
-    if not any(kind.__name__.startswith("FSDP") for kind in kinds):
-        return model
-    own = next(
-        kind
-        for kind in type(model).__mro__
-        if issubclass(kind, PreTrainedModel) and not kind.__name__.startswith("FSDP")
-    )
-    with torch.device("meta"):
-        return own(model.config)
 
 
 def _is_by_row(operations: Iterable[Any]) -> bool:

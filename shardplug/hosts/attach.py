@@ -38,7 +38,7 @@ def engine_for(module: nn.Module, config: ZeroConfig) -> ZeroEngine | None:
     engine: ZeroEngine | None = vars(module).get(_ATTRIBUTE)
     if engine is not None and engine.config != config:
         raise ConfigError(
-            f"Expected {_class_name(module)} to be used with the options it was sharded with "
+            f"Expected {type(module).__name__} to be used with the options it was sharded with "
             f"({engine.config}), got {config}. Build the module anew, or use the same options."
         )
     if engine is not None:
@@ -91,14 +91,9 @@ def require_trainable(module: nn.Module) -> None:
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ModelError(
-            f"Expected {_class_name(module)} to have parameters that require gradients, found "
+            f"Expected {type(module).__name__} to have parameters that require gradients, found "
             "none: there is nothing to train. Unfreeze some, or use an evaluation entry point."
         )
-
-
-def _class_name(module: nn.Module) -> str:
-    """Return the name of the user's class; FSDP2 puts its own in front."""
-    return type(module).__name__.removeprefix("FSDP")
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardplug.core.every_rank import on_every_rank
 from shardplug.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -114,10 +115,11 @@ def barrier(device: torch.device) -> None:
     """Wait for all ranks."""
     if not dist.is_initialized():
         return
-    if device.type == "cuda":
-        dist.barrier(device_ids=[device.index])
-    else:
-        dist.barrier()
+    with on_every_rank("A barrier"):
+        if device.type == "cuda":
+            dist.barrier(device_ids=[device.index])
+        else:
+            dist.barrier()
 
 
 def broadcast(obj: T, src: int = 0) -> T:
@@ -125,7 +127,8 @@ def broadcast(obj: T, src: int = 0) -> T:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return obj
     box = [obj]
-    dist.broadcast_object_list(box, src)
+    with on_every_rank("A broadcast"):
+        dist.broadcast_object_list(box, src)
     return box[0]
 
 
@@ -151,7 +154,8 @@ def reduce(value: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         operation = dist.ReduceOp.SUM
     elif isinstance(operation, str):
         operation = getattr(dist.ReduceOp, operation.upper())
-    dist.all_reduce(value, op=operation, group=group)
+    with on_every_rank("A reduction, for example of a metric logged with sync_dist=True,"):
+        dist.all_reduce(value, op=operation, group=group)
     if is_mean:
         # copy_ keeps the dtype of integer tensors, as DDP's reduction does.
         value.copy_(value / dist.get_world_size(group))

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from shardplug.checkpoint import state_of_model, state_of_optimizer, together, write
 from shardplug.errors import ConfigError
 from shardplug.hosts import comm, hyper_parameters, meta
-from shardplug.hosts.buffers import share_buffers
 from shardplug.hosts.options import refuse_checkpoint_io
 from shardplug.hosts.paths import local_path
 from shardplug.lightning import callbacks, tensors
@@ -48,7 +47,6 @@ class Saves(_Base):  # type: ignore[misc]
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's tensors, sharded. Collective."""
         self._meeting.wait("save_checkpoint")
-        share_buffers(self.lightning_module)
         return together(lambda: state_of_model(self.lightning_module), "Saving")
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardplug.hosts.buffers import share_buffers
-
 if TYPE_CHECKING:
     _Base: Any  # Lightning's ParallelStrategy
 else:
@@ -39,22 +37,21 @@ class RunsSteps(_Base):  # type: ignore[misc]
             return super().predict_step(*args, **kwargs)
 
     def on_validation_start(self) -> None:
-        """Evaluate with rank 0's buffers, from shards."""
+        """Evaluate from shards."""
         self._before_evaluation()
 
     def on_test_start(self) -> None:
-        """Evaluate with rank 0's buffers, from shards."""
+        """Evaluate from shards."""
         self._before_evaluation()
 
     def on_predict_start(self) -> None:
-        """Evaluate with rank 0's buffers, from shards."""
+        """Evaluate from shards."""
         self._before_evaluation()
 
     def _before_evaluation(self) -> None:
         # In the middle of a window stages 1 and 2 hold gathered copies, which a callback that
         # swaps weights for the evaluation would not reach.
         self.engine.reshard()
-        share_buffers(self.lightning_module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue the saved run's random numbers, if no loader of ours has done it already."""

@@ -124,8 +124,7 @@ def _blocks(model: nn.Module, units: Sequence[nn.Module], config: ZeroConfig) ->
     """The repeated blocks among the units: named ones, or those whose class occurs twice."""
     kinds = [type(unit) for unit in units if unit is not model]
     if config.units != "auto":
-        # FSDP2 puts its own name in front of the class's.
-        return {u for u in units if type(u).__name__.removeprefix("FSDP") in config.units}
+        return {u for u in units if type(u).__name__ in config.units}
     return {u for u in units if u is not model and kinds.count(type(u)) > 1}
 
 

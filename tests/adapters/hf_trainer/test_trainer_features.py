@@ -79,6 +79,7 @@ def other_ways(out: Path, world_size: int) -> dict[str, Any]:
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "stream": ({}, {"train_dataset": Stream()}),
         "own loss": ({}, {"compute_loss_func": summed}),
+        "label smoothing": ({"label_smoothing_factor": 0.1}, {}),
         "checkpointing": ({"activation_checkpointing": True, "weight_decay": 0.1}, {}),
         "sync each": (
             {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},

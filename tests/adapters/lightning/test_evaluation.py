@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,23 +260,6 @@ def sync_batchnorm() -> None:
 
 def test_sync_batchnorm_equals_the_whole_batch(pool: Any) -> None:
     pool.run(sync_batchnorm, 2)
-
-
-def drifting_buffers(folder: str) -> None:
-    module = build(Normed)
-    run = trainer("zero2", max_epochs=1)
-    run.fit(module, in_order())
-    own = module.norm.running_mean.clone()
-    run.validate(module, in_order(size=16), verbose=False)
-    shared = module.norm.running_mean
-    everyone = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(everyone, own)
-    assert not torch.equal(everyone[0], everyone[1]), "the ranks' statistics must have drifted"
-    assert torch.equal(shared, everyone[0])
-
-
-def test_evaluation_uses_rank_0s_running_statistics(pool: Any, tmp_path: Path) -> None:
-    pool.run(drifting_buffers, 2, str(tmp_path))
 
 
 def own_samples() -> list[Any]:
