@@ -54,9 +54,14 @@ def refuse_unshardable(model: nn.Module) -> None:
                 "already. Take the fully_shard / FSDP call out."
             )
         if kind == "OptimizedModule":
+            if name:
+                raise ModelError(
+                    f"Expected layers that are not wrapped by torch.compile(), got {name}. Compile "
+                    "the layer in place instead: layer.compile()."
+                )
             raise ModelError(
-                f"Expected a model that is not compiled as a whole, got {name or 'a model'} from "
-                "torch.compile. Compile its blocks instead: for block in blocks: block.compile()."
+                "Expected a model that is not compiled as a whole, got one from torch.compile(). "
+                "Compile its blocks instead: for block in blocks: block.compile()."
             )
     _refuse_quantised(model)
     for name, parameter in model.named_parameters():

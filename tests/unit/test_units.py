@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardplug.core.shard import refuse_unshardable
 from shardplug.core.units import UnitPlan, plan_units
 from shardplug.errors import ModelError
 from tests.support.models import Block, TinyLM
@@ -173,3 +174,14 @@ def test_dtypes_that_cannot_be_parted_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"of 1 \(ParameterList\)"):
         _plan(listed)
     assert _plan(outer, master_dtype=torch.float32).modules == ()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it is imported
+def test_what_torch_compile_wraps_is_refused_by_what_it_is() -> None:
+    model = TinyLM()
+    with pytest.raises(ModelError, match=r"not compiled as a whole.*block\.compile\(\)"):
+        refuse_unshardable(torch.compile(model))
+    model.blocks[1] = torch.compile(model.blocks[1])
+    with pytest.raises(ModelError, match=r"got blocks\.1\..*layer\.compile\(\)") as caught:
+        refuse_unshardable(model)
+    assert "as a whole" not in str(caught.value)

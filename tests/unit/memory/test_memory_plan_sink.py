@@ -11,7 +11,8 @@ import torch
 
 from shardplug.errors import ConfigError
 from shardplug.memory import BOOK_KINDS, MemoryRow, PlanSink, Walk, draw_comparison, plan
-from shardplug.memory.run_plan import predicted_books
+from shardplug.memory.foresight import plan_line
+from shardplug.memory.run_plan import OUTPUTS_HELD, RunPlan, _Outputs, predicted_books
 from tests.support.models import TinyLM
 
 
@@ -102,3 +103,12 @@ def test_the_picture_has_both(walk: Walk, tmp_path: Path) -> None:
 def test_a_negative_share_is_refused(walk: Walk, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="alert_share >= 0"):
         PlanSink(walk, tmp_path, alert_share=-1)
+
+
+def test_the_line_of_a_plan_says_what_the_loop_is_taken_to_hold(walk: Walk) -> None:
+    outputs = _Outputs()
+    held = torch.ones(3, requires_grad=True)
+    outputs.loss(lambda: {"loss": held.sum(), "logits": held * 2}, ((), {}))  # type: ignore[arg-type]
+    assert outputs.notes == [OUTPUTS_HELD] and len(outputs.kept) == 1
+    assert plan_line(RunPlan(walks=(walk,), notes=tuple(outputs.notes))).endswith(OUTPUTS_HELD)
+    assert OUTPUTS_HELD not in plan_line(RunPlan(walks=(walk,), notes=("another",)))
