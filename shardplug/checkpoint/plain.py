@@ -72,7 +72,7 @@ def load_tensor(file: IO[bytes]) -> Any:
 
 def why(error: BaseException) -> str:
     """Say in one line why a file could not be loaded; torch gives pages of advice besides."""
-    found = re.search(r"WeightsUnpickler error: ([^\n]+)", str(error))
+    found = re.search(r"WeightsUnpickler error:\s*([^\n]+)", str(error))
     text = found[1].split(". Please use", 1)[0] if found else str(error).strip().split("\n", 1)[0]
     text = "".join(char if char.isprintable() else "?" for char in text)
     return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__
@@ -88,7 +88,11 @@ def _check_archive(file: IO[bytes]) -> int:
     file.seek(0)
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+    # torch believes the sizes: of a longer one it returns memory that was never written.
+    if any(
+        entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size
+        for entry in entries
+    ):
         raise ValueError("it is a compressed archive, which torch.save does not write")
     if sum(entry.file_size for entry in entries) > size:
         raise ValueError("its parts are larger than the file")
