@@ -26,9 +26,9 @@ from torch.futures import Future
 
 from shardplug.checkpoint.dcp_metadata import METADATA, UNDECODABLE, Record, decode
 from shardplug.checkpoint.paths import check_inside, shown
-from shardplug.checkpoint.plain import load_tensor
+from shardplug.checkpoint.plain import UNREADABLE, load_tensor, why
 from shardplug.checkpoint.schema import check_shape
-from shardplug.errors import CheckpointError
+from shardplug.errors import CheckpointError, ShardplugError
 
 __all__ = ["CheckedReader", "Place", "read_metadata"]
 
@@ -342,7 +342,7 @@ class CheckedReader(FileSystemReader):
         if item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(item, io.BytesIO(raw.read(-1)))
             return
-        tensor = load_tensor(raw if raw.seekable() else io.BytesIO(raw.read(-1)))
+        tensor = self._load(raw if raw.seekable() else io.BytesIO(raw.read(-1)), info)
         entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
         expected = {tuple(c.offsets): tuple(c.sizes) for c in entry.chunks}  # type: ignore[union-attr]
         sizes = expected[tuple(item.storage_index.offset or ())]
@@ -360,6 +360,17 @@ class CheckedReader(FileSystemReader):
         target = planner.resolve_tensor(item).detach()
         target.copy_(tensor)
         planner.commit_tensor(item, target)
+
+    def _load(self, file: Any, info: Place) -> Any:
+        try:
+            return load_tensor(file)
+        except (ShardplugError, OSError):
+            raise
+        except UNREADABLE as error:
+            raise CheckpointError(
+                f"{self.path} is damaged: {info.relative_path} has no tensor that can be read at "
+                f"byte {info.offset}: {why(error)}."
+            ) from error
 
 
 def _described(value: Any) -> str:

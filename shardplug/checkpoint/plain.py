@@ -53,10 +53,10 @@ def load_plain(file: str | PathLike[str] | IO[bytes]) -> Any:
     if isinstance(file, (str, PathLike)):
         with open(file, "rb") as opened:
             return load_plain(opened)
-    size = _check_archive(file)
+    size, archive = _repacked(file)
     # torch writes empty bytes as a call of `bytes`, and does not read it back by itself.
     with torch.serialization.safe_globals([(_empty_bytes, "builtins.bytes")]):
-        value = load_tensor(file)
+        value = load_tensor(archive)
     check_depth(value, most=_VALUES + _VALUES_PER_BYTE * size)
     return value
 
@@ -72,7 +72,7 @@ def load_tensor(file: IO[bytes]) -> Any:
 
 def why(error: BaseException) -> str:
     """Say in one line why a file could not be loaded; torch gives pages of advice besides."""
-    found = re.search(r"WeightsUnpickler error: ([^\n]+)", str(error))
+    found = re.search(r"WeightsUnpickler error:\s*([^\n]+)", str(error))
     text = found[1].split(". Please use", 1)[0] if found else str(error).strip().split("\n", 1)[0]
     text = "".join(char if char.isprintable() else "?" for char in text)
     return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__
@@ -82,18 +82,25 @@ def _empty_bytes() -> bytes:
     return b""
 
 
-def _check_archive(file: IO[bytes]) -> int:
-    """Check that a file is an archive of `torch.save`, not compressed; return its size."""
+def _repacked(file: IO[bytes]) -> tuple[int, IO[bytes]]:
+    """Return the size of an archive of `torch.save`, and one with the same parts.
+
+    torch believes what an archive says of itself, and may return memory that was never written.
+    """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise ValueError("it is a compressed archive, which torch.save does not write")
-    if sum(entry.file_size for entry in entries) > size:
-        raise ValueError("its parts are larger than the file")
-    file.seek(0)
-    return size
+    target = io.BytesIO()
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(target, "w") as new:
+        entries = old.infolist()
+        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+        if not stored or sum(entry.file_size for entry in entries) > size:
+            raise ValueError("it is a compressed archive, which torch.save does not write")
+        if len({entry.filename for entry in entries}) < len(entries):
+            raise ValueError("it has two parts of one name")
+        for entry in entries:
+            new.writestr(entry.filename, old.read(entry))
+    target.seek(0)
+    return size, target
 
 
 def culprit(where: str, value: Any) -> tuple[str, Any] | None:
