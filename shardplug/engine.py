@@ -39,6 +39,7 @@ from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
 from shardplug.core.threads import warn_of_cores
 from shardplug.core.units import plan_units
+from shardplug.core.whole_parameters import hold_whole, traced
 from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
 from shardplug.memory.oom_watch import OomWatch, explain_step
 from shardplug.memory.preflight import announce_state
@@ -454,6 +455,12 @@ class ZeroEngine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._background is not None:
             self._background.poll()
+        if any(sharded.agreement.whole.is_open for sharded in self._sharded):
+            raise ScheduleError(
+                "Expected optimizer.step() outside of gathered(grad=True), found it inside, where "
+                "the whole parameters would keep the values from before the step. Run the backward "
+                "inside or after the context, and the step after it."
+            )
         if optimizer in self._streamed:
             self._streamed[optimizer].require_entered()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
@@ -580,22 +587,41 @@ class ZeroEngine:
     # ---------------------------------------------------------------- whole parameters
 
     @contextmanager
-    def gathered(self, model: nn.Module | None = None) -> Iterator[None]:
+    def gathered(self, model: nn.Module | None = None, *, grad: bool = False) -> Iterator[None]:
         """Hold parameters whole on every rank, to be read. Collective to enter.
 
         Inside, gradients are off and forwards exchange nothing: many tokens cost one gather, and
         ranks may run any number of forwards, or none. Writes to the parameters are lost. The model
         has to fit on a device whole, in the dtype it computes in. Contexts may be nested.
 
+        With `grad=True` losses may be made of the whole parameters (penalties, a gradient with
+        respect to a layer's weight, a gradient of a gradient), with or without forwards inside.
+        The backward runs inside or after the context; the gradients are averaged over the ranks
+        with all others. Parameters are shown in the dtype of their shards, with mixed precision
+        fp32, and within a forward in `param_dtype`. The copies stay in memory as long as the loss
+        needs them.
+
         Args:
             model: One of the sharded models, or a module in one (an encoder, a language model);
                 None means all models.
+            grad: Record gradients.
 
         Raises:
             ModelError: When the engine did not shard the model.
-            ScheduleError: In a forward inside for which gradients were switched on again.
+            ScheduleError: In a forward inside for which gradients were switched on again; with
+                `grad` for a context in one without, the other way round, and an optimizer step
+                inside.
         """
+        if traced.get():
+            yield
+            return
         parts = self._parts(model)
+        self._require_one_kind(grad)
+        if grad:
+            with hold_whole([(s.agreement.whole, part) for s, part in parts]):
+                self._meet("Gathering")
+                yield
+            return
         held = [(sharded, sharded.calls.hold(part)) for sharded, part in parts]
         try:
             self._meet("Gathering")
@@ -604,6 +630,15 @@ class ZeroEngine:
         finally:
             for sharded, units in held:
                 sharded.calls.let_go(units)
+
+    def _require_one_kind(self, grad: bool) -> None:
+        if grad and any(sharded.calls.holds for sharded in self._sharded):
+            found = "gathered(), in which gradients are off"
+        elif not grad and any(sharded.agreement.whole.is_open for sharded in self._sharded):
+            found = "gathered(grad=True)"
+        else:
+            return
+        raise ScheduleError(f"Expected gathered(grad={grad}) by itself, found it inside {found}.")
 
     def _parts(self, model: nn.Module | None) -> list[tuple[_Sharded, nn.Module]]:
         if model is None and self._sharded:

@@ -181,6 +181,8 @@ def replaced_parameters(root: nn.Module) -> list[str]:
     found: list[str] = []
     for group in _param_groups(root):
         for param in group.fsdp_params:
+            if is_stood_in(param):
+                continue
             info = param._module_info
             places = [(info.module, info.param_name)]
             places += zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -195,12 +197,17 @@ def replaced_parameters(root: nn.Module) -> list[str]:
 
 def sharded_of_gathered(root: nn.Module) -> dict[int, nn.Parameter]:
     """Map the id of each gathered copy that was ever registered to its sharded parameter."""
-    return {
+    params = [param for group in _param_groups(root) for param in group.fsdp_params]
+    gathered = {
         id(param._unsharded_param): param.sharded_param
-        for group in _param_groups(root)
-        for param in group.fsdp_params
+        for param in params
         if hasattr(param, "_unsharded_param")
     }
+    for param in params:
+        if is_stood_in(param):
+            info = param._module_info
+            gathered[id(info.module._parameters[info.param_name])] = param.sharded_param
+    return gathered
 
 
 def settle_root(root: nn.Module) -> None:
@@ -495,6 +502,11 @@ class BackwardWatch:
     def __init__(self, root: nn.Module, on_backward: Callable[[], None]) -> None:
         self.used: set[int] = set()
         self.ran = False
+        self.late: dict[int, Any] = {}
+        """Groups, by id, that are reduced at the end of each backward (`reduce_late`)."""
+        self.kept_late: set[int] = set()
+        """Those among them for which this stays so in the next window."""
+        self._at_end = False
         self._on_backward = on_backward
         for group in _param_groups(root):
             group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
@@ -503,10 +515,31 @@ class BackwardWatch:
         """Forget what was seen."""
         self.used.clear()
         self.ran = False
+        self.late = {key: group for key, group in self.late.items() if key in self.kept_late}
+
+    def reduce_late(self) -> None:
+        """Reduce the gradients of the groups in `late`. Called when a backward ends.
+
+        Each rank reduces all of them, whether it has gradients for them or not.
+        """
+        self._at_end = True
+        try:
+            for group in list(self.late.values()):
+                group.post_backward()
+        finally:
+            self._at_end = False
 
     def _post_backward(self, group: Any, original: Callable[..., None], *unused: Any) -> None:
         self._on_backward()
         self.ran = True
+        late = id(group) in self.late
+        if late and not self._at_end:
+            reduces, group.reduce_grads = group.reduce_grads, False
+            try:
+                original(*unused)
+            finally:
+                group.reduce_grads = reduces
+            return
         if not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
             return  # never gathered, so that torch would look for gradients on no copy
         trainable = [
@@ -517,7 +550,7 @@ class BackwardWatch:
         used = [param for param in trainable if _unreduced(param)]
         self.used.update(id(param.sharded_param) for param in used)
         # A unit that is neither gathered nor holds gradients took no part in this backward.
-        if group.reduce_grads and (used or group.is_unsharded):
+        if group.reduce_grads and (used or late or group.is_unsharded):
             accumulated = [p for p in used if p.unsharded_accumulated_grad is not None]
             if accumulated and len(accumulated) < len(trainable):
                 for param in used:  # one buffer, one dtype
@@ -933,3 +966,178 @@ def default_tcp_store() -> Any | None:
     while isinstance(inner, module.PrefixStore):
         inner = inner.underlying_store
     return store if isinstance(inner, module.TCPStore) else None
+
+
+# ---------------------------------------------------------------- whole parameters with gradients
+
+
+def name_of_parameter(param: Any) -> str:
+    """Return the qualified name of one of FSDP2's parameters."""
+    return _label(param)
+
+
+def owns_any(group: Any, modules: set[nn.Module]) -> bool:
+    """Whether a parameter group has a parameter that stands on one of `modules`."""
+    return any(
+        info.module in modules or any(shared in modules for shared in info.shared_modules)
+        for info in (param._module_info for param in group.fsdp_params)
+    )
+
+
+def whole_values(group: Any) -> list[tuple[Any, torch.Tensor]]:
+    """Return each of FSDP2's parameters with a whole copy in the dtype it rests in. Collective.
+
+    The group is gathered, or not, afterwards as it was before.
+    """
+    was_sharded = not group.is_unsharded
+    params = group.fsdp_params
+    casts = any(param.param_dtype is not None for param in params)
+    # FSDP2 reduces no gradient of a parameter that it has never gathered.
+    if not casts or not all(hasattr(param, "_unsharded_param") for param in params):
+        group.unshard()
+        group.wait_for_unshard()
+    values = []
+    for param in params:
+        if casts:
+            full = param.sharded_param.detach().full_tensor()
+            own = share_memory(full, local_tensor(param.sharded_param))
+            values.append((param, full.clone() if own else full))
+        else:
+            values.append((param, param._unsharded_param.detach().clone()))
+    if was_sharded:
+        group._to_sharded()
+    return values
+
+
+def stand_in(param: Any, tensor: torch.Tensor) -> None:
+    """Put `tensor` on the modules in the place of one of FSDP2's parameters, until `step_back`.
+
+    FSDP2 goes on as always; only within a backward, whose forward may have run before, do its own
+    tensors stand on the modules again (see `end_of_backward`).
+    """
+    _place(param, tensor)
+
+    def in_backward(own: torch.Tensor) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            _place(param, own)
+
+    param._setattr_on_modules = in_backward
+
+
+def _place(param: Any, tensor: torch.Tensor) -> None:
+    info = param._module_info
+    places = [(info.module, info.param_name)]
+    places += zip(info.shared_modules, info.shared_param_names, strict=True)
+    for module, name in places:
+        module._parameters[name] = tensor  # of the computation's dtype it is no Parameter
+
+
+def is_stood_in(param: Any) -> bool:
+    """Whether another tensor stands on the modules in the place of a parameter of FSDP2's."""
+    return "_setattr_on_modules" in vars(param)
+
+
+def step_back(param: Any) -> None:
+    """Put what FSDP2 would have there now on the modules."""
+    vars(param).pop("_setattr_on_modules", None)
+    sharded = param.sharded_state is type(param.sharded_state).SHARDED
+    param._setattr_on_modules(param.sharded_param if sharded else param._unsharded_param)
+
+
+def in_own_backward(unit: nn.Module) -> bool:
+    """Whether FSDP2 has gathered a unit for its backward, in which a forward may run again."""
+    assert isinstance(unit, FSDPModule)
+    state: Any = unit._get_fsdp_state()
+    return bool(state._training_state is type(state._training_state).PRE_BACKWARD)
+
+
+def compute_dtype(param: Any) -> torch.dtype | None:
+    """The dtype that a parameter is cast to for the computation; None for the one it rests in."""
+    dtype: torch.dtype | None = param.param_dtype
+    return dtype
+
+
+def add_whole_gradient(param: Any, grad: torch.Tensor) -> None:
+    """Add to what FSDP2 keeps of this rank's gradient until the next reduction.
+
+    Args:
+        param: FSDP2's parameter.
+        grad: Whole, in the dtype that the parameter rests in.
+    """
+    if param.unsharded_accumulated_grad is None:
+        dtype = param.reduce_dtype or param.param_dtype or grad.dtype
+        param.unsharded_accumulated_grad = grad.detach().to(dtype, copy=True)
+    else:
+        param.unsharded_accumulated_grad += grad.detach()
+
+
+def end_of_backward(root: nn.Module) -> None:
+    """Within a backward: let FSDP2 reduce gradients when it ends, as if it went through units."""
+    assert isinstance(root, FSDPModule)
+    root._get_fsdp_state()._register_root_post_backward_final_callback()
+
+
+def before_root_backward_ends(root: nn.Module, action: Callable[[], None]) -> None:
+    """Call `action` at the end of every backward, before FSDP2 reduces what is left."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            original = state._root_post_backward_final_callback
+            final = functools.partial(_both, action, original)
+            state._root_post_backward_final_callback = final  # type: ignore[method-assign]
+
+
+class PausableUnits:
+    """Lets FSDP2's hooks on the calls of units be switched off.
+
+    Args:
+        root: The sharded model.
+        paused: Tells whether a unit is called now without being gathered.
+        enter: Called before the forward of such a unit.
+        leave: Called after it.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        paused: Callable[[nn.Module], bool],
+        enter: Callable[[nn.Module], None],
+        leave: Callable[[nn.Module], None],
+    ) -> None:
+        self._paused = paused
+        self._enter = enter
+        self._leave = leave
+        for unit in root.modules():
+            if not isinstance(unit, FSDPModule):
+                continue
+            state = unit._get_fsdp_state()
+            for hooks, own, other in (
+                (unit._forward_pre_hooks, state._pre_forward, self._before),
+                (unit._forward_hooks, state._post_forward, self._after),
+            ):
+                key = next(key for key, hook in hooks.items() if hook == own)
+                call = functools.partial(self._either, own, functools.partial(other, state))
+                hooks[key] = torch.compiler.disable(functools.wraps(own)(call))
+            state._register_pre_backward_hook = functools.partial(  # type: ignore[method-assign]
+                self._register, unit, state
+            )
+
+    def _either(self, own: Any, other: Any, unit: nn.Module, *args: Any) -> Any:
+        return (other if self._paused(unit) else own)(unit, *args)
+
+    def _before(self, state: Any, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._enter(unit)
+        if state._is_root and state._device.type != "cpu":
+            args, kwargs = tree_map(
+                lambda v: v.to(state._device) if isinstance(v, torch.Tensor) else v, (args, kwargs)
+            )
+        return state._cast_forward_inputs(args, kwargs)
+
+    def _after(self, state: Any, unit: nn.Module, args: Any, output: Any) -> Any:
+        self._leave(unit)
+        return state._cast_output_dtype(output)
+
+    def _register(self, unit: nn.Module, state: Any, output: Any) -> Any:
+        if self._paused(unit) or not torch.is_grad_enabled():
+            return output
+        return type(state)._register_pre_backward_hook(state, output)

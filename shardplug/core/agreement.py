@@ -14,6 +14,7 @@ from torch import nn
 from shardplug.core import _torch
 from shardplug.core.order import Order
 from shardplug.core.peer import InFlight, PeerGather, PeerReduce
+from shardplug.core.whole_parameters import WholeParameters
 from shardplug.errors import ModelError
 
 __all__ = ["Agreement", "control_group", "settle_at_exit"]
@@ -79,6 +80,8 @@ class Agreement:
         self._parameters = _torch.managed_parameters(root)
         self._replicated = [p for p in replicated if p.is_floating_point()]
         self._watch = _torch.BackwardWatch(root, on_backward)
+        self.whole = WholeParameters(root, self._watch)
+        """Whole parameters with gradients, in contexts that the engine opens."""
         self._without_grad: list[nn.Parameter] = []
         self._order = Order(group, compare=device.type == "cpu", first_code=index << 16)
         self._in_flight = InFlight()
@@ -195,5 +198,6 @@ class Agreement:
         if self._order.parted is not None:
             self._in_flight.drop()
         self._in_flight.complete()
+        self.whole.reset()
         self._watch.restart()
         self._order.restart()

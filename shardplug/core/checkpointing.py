@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardplug.core.whole_parameters import is_whole
 from shardplug.errors import ModelError
 
 __all__ = ["checkpoint_activations"]
@@ -38,7 +39,7 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module]) -> Non
             covered.update(module.modules())
     for block in blocks:
         if block not in covered:
-            block.forward = _recomputed(block.forward)
+            block.forward = _recomputed(block, block.forward)
 
 
 def _enable_own(model: nn.Module) -> None:
@@ -54,10 +55,11 @@ def _enable_own(model: nn.Module) -> None:
     )
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        # The backward may run after whole parameters are gone, and nothing gathers in here.
+        if not torch.is_grad_enabled() or is_whole(block):
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
