@@ -28,6 +28,7 @@ from shardplug.core.agreement import Agreement, control_group, settle_at_exit
 from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.generation import generate_in_step
+from shardplug.core.gradient_hooks import HooksBefore
 from shardplug.core.host_copies import copies_for
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
@@ -206,6 +207,7 @@ class ZeroEngine:
         child_units: bool,
     ) -> None:
         before = list(model.named_parameters(remove_duplicate=False))
+        hooks = {name: _torch.hooks_on(parameter) for name, parameter in before}
         note_source_dtypes(model)
         plan = plan_units(
             model,
@@ -233,7 +235,7 @@ class ZeroEngine:
         self._binding.record(before, model)
         assert isinstance(model, FSDPModule)
         self._schedule.attach(model)
-        self._adopt(model, forward_methods, plan.blocks)
+        self._adopt(model, forward_methods, plan.blocks, hooks)
         _torch.settle_root(model)
         self._sharded[-1].calls.note_layouts()
 
@@ -243,7 +245,11 @@ class ZeroEngine:
         self._schedule.detach(model)
 
     def _adopt(
-        self, model: nn.Module, forward_methods: Sequence[str], blocks: Sequence[nn.Module]
+        self,
+        model: nn.Module,
+        forward_methods: Sequence[str],
+        blocks: Sequence[nn.Module],
+        hooks: HooksBefore,
     ) -> None:
         activations = self._activations_of(model, blocks)
         replicated = [p for p in model.parameters() if not isinstance(p, DTensor)]
@@ -254,6 +260,7 @@ class ZeroEngine:
             self.device,
             self._num_sharded,
             on_backward=self._on_backward,
+            hooks_before=hooks,
         )
         calls = RootCalls(
             model,

@@ -23,7 +23,7 @@ from torch.optim import _muon
 from torch.optim import rprop as _rprop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardplug.errors import ModelError
@@ -134,6 +134,19 @@ def clamp_all(tensors: list[torch.Tensor], low: float, high: float) -> None:
 def managed_parameters(root: nn.Module) -> list[nn.Parameter]:
     """Return every sharded parameter, in a fixed order, whatever is registered at the moment."""
     return [p.sharded_param for group in _param_groups(root) for p in group.fsdp_params]
+
+
+def named_managed_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return every sharded parameter with its name, in the order of `managed_parameters`."""
+    params = [param for group in _param_groups(root) for param in group.fsdp_params]
+    names: dict[tuple[nn.Module, str], str] = {}
+    for prefix, module in root.named_modules():
+        for name in module._parameters:
+            names[module, name] = f"{prefix}.{name}" if prefix else name
+    return [
+        (names[param._module_info.module, param._module_info.param_name], param.sharded_param)
+        for param in params
+    ]
 
 
 def refresh_dtypes(root: nn.Module) -> list[str]:
@@ -1141,3 +1154,73 @@ class PausableUnits:
         if self._paused(unit) or not torch.is_grad_enabled():
             return output
         return type(state)._register_pre_backward_hook(state, output)
+
+
+# ---------------------------------------------------------------- hooks on parameters
+
+
+class UserHooks(OrderedDict[int, Any]):
+    """What `Tensor.register_hook` of a shard writes to.
+
+    Autograd reads the dictionary's own content, which is the engine's hook alone.
+
+    Args:
+        own: The engine's hook.
+        users: The users' hooks, by the ids of their handles.
+    """
+
+    def __init__(self, own: Callable[..., Any], users: dict[int, Any]) -> None:
+        super().__init__()
+        super().__setitem__(-1, unserializable_hook(own))  # type: ignore[no-untyped-call]
+        self.users = users
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self.users[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        del self.users[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.users
+
+
+def hooks_on(tensor: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks registered on a leaf: those on its gradient, and those after it."""
+    return (
+        getattr(tensor, "_backward_hooks", None) or OrderedDict(),
+        getattr(tensor, "_post_accumulate_grad_hooks", None) or OrderedDict(),
+    )
+
+
+def follow_hooks(
+    parameter: nn.Parameter, own: Callable[..., Any], users: dict[int, Any]
+) -> UserHooks:
+    """Keep users' hooks on a shard's gradient from autograd, and let it call the engine's.
+
+    Args:
+        parameter: The shard.
+        own: Called with the gradient that autograd itself brings to the shard.
+        users: Hooks that it takes over; handles of theirs stay good.
+    """
+    hooks = UserHooks(own, users)
+    parameter._backward_hooks = hooks
+    return hooks
+
+
+def take_over_hooks(parameter: nn.Parameter, after: dict[int, Any]) -> None:
+    """Let hooks for after the accumulation, of another parameter, be called for `parameter`."""
+    if not after:
+        return
+    known: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    if known:
+        known.update(after)
+    else:
+        parameter._post_accumulate_grad_hooks = after  # type: ignore[attr-defined]
+
+
+def wait_for_reductions(root: nn.Module) -> None:
+    """Let the current stream wait for the reductions under way, in order to change gradients."""
+    assert isinstance(root, FSDPModule)
+    state: Any = root._get_fsdp_state()
+    for event in state._comm_ctx._last_post_reduce_events.values():
+        state._device_handle.current_stream().wait_event(event)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardplug.core import _torch
+from shardplug.core.gradient_hooks import GradientHooks, HooksBefore
 from shardplug.core.order import Order
 from shardplug.core.peer import InFlight, PeerGather, PeerReduce
 from shardplug.core.whole_parameters import WholeParameters
@@ -63,6 +64,7 @@ class Agreement:
         device: Where the model is.
         index: Number of the model within the engine.
         on_backward: Called when a backward reaches a unit.
+        hooks_before: Hooks that the parameters had before the model was sharded, by name.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Agreement:
         device: torch.device,
         index: int,
         on_backward: Callable[[], None],
+        hooks_before: HooksBefore | None = None,
     ) -> None:
         self._root = root
         self._group = group
@@ -80,9 +83,14 @@ class Agreement:
         self._parameters = _torch.managed_parameters(root)
         self._replicated = [p for p in replicated if p.is_floating_point()]
         self._watch = _torch.BackwardWatch(root, on_backward)
+        self._on_backward = on_backward
+        self._hooks = GradientHooks(
+            _torch.named_managed_parameters(root), hooks_before or {}, self._gradient_comes, device
+        )
         self.whole = WholeParameters(root, self._watch)
         """Whole parameters with gradients, in contexts that the engine opens."""
         self._without_grad: list[nn.Parameter] = []
+        self._hook_counts: list[int] = []
         self._order = Order(group, compare=device.type == "cpu", first_code=index << 16)
         self._in_flight = InFlight()
         if self._world_size > 1:
@@ -141,10 +149,11 @@ class Agreement:
             self._average_replicated()
             used = self._agree_on_used()
         else:
-            used = self._watch.used
+            used, self._hook_counts = self._watch.used, self._hooks.counts
         for parameter in fresh:
             if id(parameter) not in used:
                 parameter.grad = None
+        self._hooks.call(self._hook_counts, self._group)
         self._watch.restart()
         self._order.restart()
 
@@ -158,14 +167,21 @@ class Agreement:
             self._order.end()
 
     def _agree_on_used(self) -> set[int]:
-        message = torch.zeros(1 + len(self._parameters), dtype=torch.int64)
-        message[0] = self._order.checksum
-        for index, parameter in enumerate(self._parameters):
-            message[1 + index] = id(parameter) in self._watch.used
+        used = [id(parameter) in self._watch.used for parameter in self._parameters]
+        message = torch.tensor([self._order.checksum, *used, *self._hooks.counts])
         dist.all_reduce(message, group=self._group)
         self._order.require_same(int(message[0]))
-        flags = message[1:].tolist()
+        flags = message[1 : 1 + len(used)].tolist()
+        self._hook_counts = message[1 + len(used) :].tolist()
         return {id(p) for p, count in zip(self._parameters, flags, strict=True) if count}
+
+    def _gradient_comes(self, parameter: nn.Parameter) -> None:
+        """A loss was made of the shard itself: autograd is about to add to its gradient."""
+        self._in_flight.complete()
+        _torch.wait_for_reductions(self._root)
+        self._watch.used.add(id(parameter))
+        self._watch.ran = True
+        self._on_backward()
 
     def _average_replicated(self) -> None:
         trained = [p for p in self._replicated if p.requires_grad]
