@@ -32,6 +32,7 @@ from shardplug.core.gradient_hooks import HooksBefore
 from shardplug.core.host_copies import copies_for
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
+from shardplug.core.outside_use import refuse_mixed_use
 from shardplug.core.precision import Precision
 from shardplug.core.quantised import settle_compiled_step
 from shardplug.core.root import KeptOutputs, RootCalls
@@ -142,6 +143,7 @@ class ZeroEngine:
         self._window_pending = False
         self._background: Background | None = None
         _torch.guard_partial_reads()
+        refuse_mixed_use()
         self.oom = OomWatch(self)
         """Explains out-of-memory errors; adapters tell it where to write."""
         self.add_phase_listener(self.oom.on_phase)

@@ -521,7 +521,8 @@ class BackwardWatch:
         """Those among them for which this stays so in the next window."""
         self._at_end = False
         self._on_backward = on_backward
-        for group in _param_groups(root):
+        self._groups = list(_param_groups(root))
+        for group in self._groups:
             group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
 
     def restart(self) -> None:
@@ -539,6 +540,11 @@ class BackwardWatch:
         try:
             for group in list(self.late.values()):
                 group.post_backward()
+            # A unit that a backward goes through twice may get gradients after its reduction.
+            for group in self._groups:
+                after = group._training_state is type(group._training_state).POST_BACKWARD
+                if after and group.reduce_grads and any(map(_unreduced, group.fsdp_params)):
+                    group.post_backward()
         finally:
             self._at_end = False
 
@@ -649,6 +655,38 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     read._shardplug_guard = True  # type: ignore[attr-defined]
     return read
+
+
+def current_backward() -> int:
+    """Return a number of the backward that this thread runs; -1 for none."""
+    return int(torch._C._current_graph_task_id())
+
+
+def before_mixed_scalars(action: Callable[[Iterable[Any], str], None]) -> None:
+    """Call `action` before an operation on a DTensor and a plain scalar that needs a gradient.
+
+    DTensor takes such scalars, and the backward then fails where the scalar was computed.
+
+    Args:
+        action: Gets the tensors and the name of the operation, and may raise.
+    """
+    from torch.distributed.tensor._dispatch import OpDispatcher
+
+    dispatcher: Any = OpDispatcher
+    original = dispatcher._unwrap_to_op_info_impl
+    if getattr(original, "_shardplug_guard", False):
+        return
+
+    @functools.wraps(original)
+    def checked(self: Any, op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        if torch.is_grad_enabled():
+            tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+            if any(t.requires_grad and not isinstance(t, DTensor) for t in tensors):
+                action(tensors, str(op))
+        return original(self, op, args, kwargs, *rest)
+
+    checked._shardplug_guard = True  # type: ignore[attr-defined]
+    dispatcher._unwrap_to_op_info_impl = checked
 
 
 def orthogonalise_whole_matrices() -> None:
@@ -1031,7 +1069,7 @@ def stand_in(param: Any, tensor: torch.Tensor) -> None:
     _place(param, tensor)
 
     def in_backward(own: torch.Tensor) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward() != -1:
             _place(param, own)
 
     param._setattr_on_modules = in_backward

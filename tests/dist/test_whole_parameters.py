@@ -243,6 +243,53 @@ def _evaluated(model: nn.Module) -> torch.Tensor:
         return nll(model, 0, 0)
 
 
+def _advised() -> None:
+    """Uses that cannot work outside of the context name the parameter and the context."""
+    torch.manual_seed(3)
+    model = Model()
+    engine = ZeroEngine(ZeroConfig(stage=3))
+    engine.shard(model)
+
+    def penalty() -> None:
+        terms = sum(p.pow(2).sum() for p in (model.out.weight, model.blocks[0].l.bias))
+        (nll(model, 0, engine.rank) + 0.1 * terms).backward()
+
+    def orthogonality() -> None:
+        weight = model.out.weight
+        (weight @ weight.T - torch.eye(5)).pow(2).sum().backward()
+
+    def read_by_parent() -> None:
+        model.reads_blocks = True
+        nll(model, 0, engine.rank)
+
+    def layer() -> None:
+        torch.autograd.grad(nll(model, 0, engine.rank), model.out.weight, retain_graph=True)
+
+    def twice() -> None:
+        x = torch.randn(3, 4, requires_grad=True)
+        (found,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        found.pow(2).sum().backward()
+
+    cases = (
+        (penalty, "out.weight, blocks.0.l.bias"),
+        (orthogonality, "out.weight"),
+        (layer, "out.weight"),
+        (twice, "gone"),
+        (read_by_parent, "blocks.1.l.weight"),
+    )
+    for case, named in cases:
+        with raises_everywhere(RuntimeError, named, "engine.gathered(model, grad=True)"):
+            with engine.micro_step():
+                case()
+        engine.reset()
+    with raises_everywhere(RuntimeError, "blocks.1.l.weight", "engine.gathered(model, grad=True)"):
+        read_by_parent()  # the outermost call explains it as well
+
+
+def test_uses_outside_of_the_context_are_explained(pool: RankPool) -> None:
+    pool.run(_advised, 2)
+
+
 def test_whole_parameters_in_mixed_precision(pool: RankPool) -> None:
     pool.run(_masters_are_shown, 2)
 
