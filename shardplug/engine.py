@@ -278,6 +278,7 @@ class ZeroEngine:
         )
         generate_in_step(model, calls.is_held)
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        _torch.let_inputs_change(model)
         UnitArguments(units, resharded=self._stage.reshard_after_forward)
         if self._stage.reshard_after_forward:
             KeptOutputs(units)

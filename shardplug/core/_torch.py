@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import _muon
 from torch.optim import rprop as _rprop
@@ -57,7 +57,7 @@ __all__ = [
     "keep_shard_elsewhere",
     "laid_out_like",
     "layout_of_shard",
-    "leave_unused_inputs_alone",
+    "let_inputs_change",
     "local_tensor",
     "managed_parameters",
     "may_reduce_late",
@@ -421,16 +421,75 @@ def register_extra_outputs(unit: nn.Module, tensors: Iterable[torch.Tensor]) -> 
         state._register_pre_backward_hook(tensor)
 
 
-def leave_unused_inputs_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Give no gradient, instead of zeros, to inputs that the unit turns out not to use.
+class _UnitInputs(torch.autograd.Function):
+    """Runs a unit's reduction after its backward, as FSDP2's own function of its inputs does.
 
-    FSDP2 passes the inputs of a unit through an autograd function of its own.
+    FSDP2's returns views, which a forward must not change in place, and gives gradients of zeros
+    to inputs that the unit does not use.
     """
-    for value in (*args, *kwargs.values()):
-        node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
-        if type(node).__name__ == "RegisterPostBackwardFunctionBackward":
-            node.set_materialize_grads(False)
-            return  # one function takes all inputs
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in inputs)  # the same memory and version
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.group.post_backward()
+        return (None, *grads)
+
+
+def let_inputs_change(root: nn.Module) -> None:
+    """Let the units' forwards change their inputs in place, and leave some of them unused."""
+    for group in _param_groups(root):
+        own = group._register_post_backward_hook
+        register = functools.partial(_register_inputs, group, own)
+        group._register_post_backward_hook = register
+
+
+def _register_inputs(group: Any, original: Any, args: Any, kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    if torch._C._are_functorch_transforms_active():
+        return original(args, kwargs)
+    tensors = _grad_tensors((args, kwargs))
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
+    if not distinct:
+        return args, kwargs
+    made: Any = _UnitInputs.apply(group, *distinct)  # type: ignore[no-untyped-call]
+    inside = {id(old): new for old, new in zip(distinct, made, strict=True)}
+    return _with_grad_tensors((args, kwargs), [inside[id(tensor)] for tensor in tensors])
+
+
+def _grad_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that need a gradient, in containers and, as of torch 2.13, in dataclasses."""
+    collect = getattr(_common_utils, "collect_grad_tensors", None)
+    if collect is not None:
+        found: list[torch.Tensor] = list(collect(value))
+        return found
+    return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and v.requires_grad]
+
+
+def _with_grad_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    replace = getattr(_common_utils, "replace_grad_tensors", None)
+    left = iter(tensors)
+    if replace is not None:
+        return replace(value, left)
+    return tree_map(
+        lambda v: next(left) if isinstance(v, torch.Tensor) and v.requires_grad else v, value
+    )
+
+
+def take_history(outer: torch.Tensor, inner: torch.Tensor) -> None:
+    """Let a tensor have the history of another one for the same memory, which was changed."""
+    with torch.autograd._unsafe_preserve_version_counter(outer):
+        outer.copy_(inner)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that autograd takes another one for a view of."""
+    return tensor._base
 
 
 def unit_groups(root: nn.Module) -> list[tuple[str, Any]]:
@@ -1191,7 +1250,19 @@ class PausableUnits:
     def _register(self, unit: nn.Module, state: Any, output: Any) -> Any:
         if self._paused(unit) or not torch.is_grad_enabled():
             return output
-        return type(state)._register_pre_backward_hook(state, output)
+        if torch._C._are_functorch_transforms_active():
+            return type(state)._register_pre_backward_hook(state, output)
+        for tensor in _grad_tensors(output):
+            tensor.register_hook(state._pre_backward)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                # A change in place of a view gives it a new history, which begins at its base.
+                base.register_hook(functools.partial(self._pre_backward, state))
+        return output
+
+    def _pre_backward(self, state: Any, grad: torch.Tensor) -> None:
+        if state._training_state is not type(state._training_state).PRE_BACKWARD:
+            state._pre_backward(grad)
 
 
 # ---------------------------------------------------------------- hooks on parameters
