@@ -626,6 +626,12 @@ class BackwardWatch:
             if param.sharded_param.requires_grad and hasattr(param, "_unsharded_param")
         ]
         used = [param for param in trainable if _unreduced(param)]
+        for param in used:
+            if any(grad.is_sparse for grad in _unreduced(param)):
+                raise ModelError(
+                    f"Expected a dense gradient of {_label(param)}, got a sparse one, which cannot "
+                    "be reduced over ranks by rows. Use sparse=False."
+                )
         self.used.update(id(param.sharded_param) for param in used)
         # A unit that is neither gathered nor holds gradients took no part in this backward.
         if group.reduce_grads and (used or late or group.is_unsharded):

@@ -81,7 +81,7 @@ class Agreement:
         self._group = group
         self._world_size = dist.get_world_size(group)
         self._parameters = _torch.managed_parameters(root)
-        self._replicated = [p for p in replicated if p.is_floating_point()]
+        self._replicated = [p for p in replicated if p.is_floating_point() or p.is_complex()]
         self._watch = _torch.BackwardWatch(root, on_backward)
         self._on_backward = on_backward
         self._hooks = GradientHooks(
@@ -189,7 +189,7 @@ class Agreement:
             return
         device = trained[0].device
         pieces: list[torch.Tensor] = [
-            torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.reshape(-1).float()
+            torch.zeros(_real_size(p), device=device) if p.grad is None else _as_real(p.grad).float()
             for p in trained
         ]
         has_grad = torch.tensor([float(p.grad is not None) for p in trained], device=device)
@@ -199,9 +199,12 @@ class Agreement:
         counts = flat[-len(trained) :].tolist()
         offset = 0
         for parameter, count in zip(trained, counts, strict=True):
-            size = parameter.numel()
+            size = _real_size(parameter)
             if count:
-                average = flat[offset : offset + size].view_as(parameter).to(parameter.dtype)
+                average = flat[offset : offset + size]
+                if parameter.is_complex():
+                    average = torch.view_as_complex(average.view(-1, 2))
+                average = average.view_as(parameter).to(parameter.dtype)
                 if parameter.grad is None:
                     parameter.grad = average.clone()
                 else:
@@ -217,3 +220,12 @@ class Agreement:
         self.whole.reset()
         self._watch.restart()
         self._order.restart()
+
+
+def _real_size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)

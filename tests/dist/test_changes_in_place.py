@@ -104,7 +104,8 @@ def _matches(stage: int, *parts: Any, **config: Any) -> bool:
         warnings.simplefilter("error")
         with engine.micro_step():
             model(batches[engine.rank]).backward()
-    assert assert_close(gradients(model), gradients(reference), 2e-4) == 13
+    trained = 9 if parts[-1] else 13  # a block that gives back its input trains nothing
+    assert assert_close(gradients(model), gradients(reference), 2e-4) == trained
     assert engine.memory()["gathered"] == 0
     return True
 
