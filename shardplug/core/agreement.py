@@ -189,7 +189,9 @@ class Agreement:
             return
         device = trained[0].device
         pieces: list[torch.Tensor] = [
-            torch.zeros(_real_size(p), device=device) if p.grad is None else _as_real(p.grad).float()
+            torch.zeros(_real_size(p), device=device)
+            if p.grad is None
+            else _as_real(p.grad).float()
             for p in trained
         ]
         has_grad = torch.tensor([float(p.grad is not None) for p in trained], device=device)

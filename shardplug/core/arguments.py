@@ -71,7 +71,9 @@ class _Call:
         else:
             return
         if not isinstance(old, tuple):
-            self.containers.append((old, new, {id(inner): (inner, outer) for outer, inner in items}))
+            self.containers.append(
+                (old, new, {id(inner): (inner, outer) for outer, inner in items})
+            )
         for outer, inner in items:
             self.pair(outer, inner)
 

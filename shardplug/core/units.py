@@ -199,9 +199,7 @@ def _resolve_sharing(
         kept = [unit for unit in kept if unit not in dissolved]
 
 
-def _homes(
-    model: nn.Module, chosen: Iterable[nn.Module]
-) -> dict[nn.Module, set[nn.Module | None]]:
+def _homes(model: nn.Module, chosen: Iterable[nn.Module]) -> dict[nn.Module, set[nn.Module | None]]:
     """Map every module to the innermost units around it; a module in several places has several.
 
     None stands for the root.
@@ -249,9 +247,7 @@ def _odd_dtype_modules(
             continue
         seen.add(module)
         own = {
-            kept_in(p)
-            for p in module.parameters(recurse=False)
-            if p.requires_grad and _is_split(p)
+            kept_in(p) for p in module.parameters(recurse=False) if p.requires_grad and _is_split(p)
         }
         if module is model or home.get(module) is module:
             counter = sizes[home.get(module)]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -129,7 +128,7 @@ def _losses_of_shards(stage: int, folder: Path) -> None:
 
     def penalty(model: nn.Module) -> torch.Tensor:
         parameters = [p for p in model.parameters() if p.requires_grad and p.ndim]
-        total = sum((p.pow(2).sum() + p.sum() for p in parameters))
+        total = sum(p.pow(2).sum() + p.sum() for p in parameters)
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     for use_model in (True, False):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.errors import ModelError
-from tests.support.parity import GRADIENTS, assert_close, assert_same_weights, gradients
-from tests.support.parity import raises_everywhere
+from tests.support.parity import (
+    GRADIENTS,
+    assert_close,
+    assert_same_weights,
+    gradients,
+    raises_everywhere,
+)
 from tests.support.pool import RankPool
 
 
