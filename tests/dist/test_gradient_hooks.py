@@ -119,7 +119,7 @@ def test_hooks_on_parameters_get_final_gradients(
 
 
 def _losses_of_shards(stage: int, folder: Path) -> None:
-    """A penalty that DTensor computes: its gradient is kept, for parameters used otherwise or not."""
+    """A penalty that DTensor computes keeps its gradient, with and without a forward."""
     torch.manual_seed(3)
     model = Model()
     reference = copy.deepcopy(model)

@@ -185,7 +185,9 @@ def _masters_are_shown() -> None:
         engine = ZeroEngine(ZeroConfig(stage=stage, param_dtype="bf16"))  # type: ignore[arg-type]
         engine.shard(model)
         seen: list[torch.dtype] = []
-        model.blocks[0].register_forward_pre_hook(lambda m, *_: seen.append(m.l.weight.dtype))
+        model.blocks[0].register_forward_pre_hook(
+            lambda m, *_, seen=seen: seen.append(m.l.weight.dtype)
+        )
         with engine.gathered(model, grad=True):
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             weight = model.blocks[0].l.weight
