@@ -28,10 +28,12 @@ from shardplug.core.agreement import Agreement, control_group, settle_at_exit
 from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.generation import generate_in_step
+from shardplug.core.gradient_hooks import HooksBefore
 from shardplug.core.host_copies import copies_for
 from shardplug.core.layer_drop import drop_same_layers
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
+from shardplug.core.outside_use import refuse_mixed_use
 from shardplug.core.precision import Precision
 from shardplug.core.quantised import settle_compiled_step
 from shardplug.core.root import KeptOutputs, RootCalls
@@ -40,6 +42,7 @@ from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
 from shardplug.core.threads import warn_of_cores
 from shardplug.core.units import plan_units
+from shardplug.core.whole_parameters import hold_whole, traced
 from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
 from shardplug.memory.oom_watch import OomWatch, explain_step
 from shardplug.memory.preflight import announce_state
@@ -146,6 +149,7 @@ class ZeroEngine:
         self._window_pending = False
         self._background: Background | None = None
         _torch.guard_partial_reads()
+        refuse_mixed_use()
         self.oom = OomWatch(self)
         """Explains out-of-memory errors; adapters tell it where to write."""
         self.add_phase_listener(self.oom.on_phase)
@@ -211,6 +215,7 @@ class ZeroEngine:
         child_units: bool,
     ) -> None:
         before = list(model.named_parameters(remove_duplicate=False))
+        hooks = {name: _torch.hooks_on(parameter) for name, parameter in before}
         note_source_dtypes(model)
         plan = plan_units(
             model,
@@ -238,7 +243,7 @@ class ZeroEngine:
         self._binding.record(before, model)
         assert isinstance(model, FSDPModule)
         self._schedule.attach(model)
-        self._adopt(model, forward_methods, plan.blocks)
+        self._adopt(model, forward_methods, plan.blocks, hooks)
         _torch.settle_root(model)
         self._sharded[-1].calls.note_layouts()
 
@@ -248,7 +253,11 @@ class ZeroEngine:
         self._schedule.detach(model)
 
     def _adopt(
-        self, model: nn.Module, forward_methods: Sequence[str], blocks: Sequence[nn.Module]
+        self,
+        model: nn.Module,
+        forward_methods: Sequence[str],
+        blocks: Sequence[nn.Module],
+        hooks: HooksBefore,
     ) -> None:
         activations = self._activations_of(model, blocks)
         replicated = [p for p in model.parameters() if not isinstance(p, DTensor)]
@@ -259,6 +268,7 @@ class ZeroEngine:
             self.device_mesh,
             self._num_sharded,
             on_backward=self._on_backward,
+            hooks_before=hooks,
         )
         calls = RootCalls(
             model,
@@ -280,6 +290,7 @@ class ZeroEngine:
 
             save_pretrained_whole(model)
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        _torch.let_inputs_change(model)
         UnitArguments(units, resharded=self._stage.reshard_after_forward)
         if self._stage.reshard_after_forward:
             KeptOutputs(units)
@@ -474,6 +485,12 @@ class ZeroEngine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._background is not None:
             self._background.poll()
+        if any(sharded.agreement.whole.is_open for sharded in self._sharded):
+            raise ScheduleError(
+                "Expected optimizer.step() outside of gathered(grad=True), found it inside, where "
+                "the whole parameters would keep the values from before the step. Run the backward "
+                "inside or after the context, and the step after it."
+            )
         if optimizer in self._streamed:
             self._streamed[optimizer].require_entered()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
@@ -600,22 +617,41 @@ class ZeroEngine:
     # ---------------------------------------------------------------- whole parameters
 
     @contextmanager
-    def gathered(self, model: nn.Module | None = None) -> Iterator[None]:
+    def gathered(self, model: nn.Module | None = None, *, grad: bool = False) -> Iterator[None]:
         """Hold parameters whole on every rank, to be read. Collective to enter.
 
         Inside, gradients are off and forwards exchange nothing: many tokens cost one gather, and
         ranks may run any number of forwards, or none. Writes to the parameters are lost. The model
         has to fit on a device whole, in the dtype it computes in. Contexts may be nested.
 
+        With `grad=True` losses may be made of the whole parameters (penalties, a gradient with
+        respect to a layer's weight, a gradient of a gradient), with or without forwards inside.
+        The backward runs inside or after the context; the gradients are averaged over the ranks
+        with all others. Parameters are shown in the dtype of their shards, with mixed precision
+        fp32, and within a forward in `param_dtype`. The copies stay in memory as long as the loss
+        needs them.
+
         Args:
             model: One of the sharded models, or a module in one (an encoder, a language model);
                 None means all models.
+            grad: Record gradients.
 
         Raises:
             ModelError: When the engine did not shard the model.
-            ScheduleError: In a forward inside for which gradients were switched on again.
+            ScheduleError: In a forward inside for which gradients were switched on again; with
+                `grad` for a context in one without, the other way round, and an optimizer step
+                inside.
         """
+        if traced.get():
+            yield
+            return
         parts = self._parts(model)
+        self._require_one_kind(grad)
+        if grad:
+            with hold_whole([(s.agreement.whole, part) for s, part in parts]):
+                self._meet("Gathering")
+                yield
+            return
         held = [(sharded, sharded.calls.hold(part)) for sharded, part in parts]
         try:
             self._meet("Gathering")
@@ -624,6 +660,15 @@ class ZeroEngine:
         finally:
             for sharded, units in held:
                 sharded.calls.let_go(units)
+
+    def _require_one_kind(self, grad: bool) -> None:
+        if grad and any(sharded.calls.holds for sharded in self._sharded):
+            found = "gathered(), in which gradients are off"
+        elif not grad and any(sharded.agreement.whole.is_open for sharded in self._sharded):
+            found = "gathered(grad=True)"
+        else:
+            return
+        raise ScheduleError(f"Expected gathered(grad={grad}) by itself, found it inside {found}.")
 
     def _parts(self, model: nn.Module | None) -> list[tuple[_Sharded, nn.Module]]:
         if model is None and self._sharded:

@@ -228,7 +228,9 @@ class Accelerator(GradientMethods, SavingMethods):
             remove_autocast(model)
         return model
 
-    def gathered(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+    def gathered(
+        self, model: nn.Module | None = None, *, grad: bool = False
+    ) -> AbstractContextManager[None]:
         """Hold parameters whole, to generate or evaluate. Collective to enter.
 
             with accelerator.gathered(model):
@@ -238,11 +240,12 @@ class Accelerator(GradientMethods, SavingMethods):
 
         Args:
             model: A prepared model, or a module in one; None means all that are prepared.
+            grad: Record gradients, for losses that are made of the parameters.
 
         Returns:
             A context; see `ZeroEngine.gathered`.
         """
-        return self.engine.gathered(model)
+        return self.engine.gathered(model, grad=grad)
 
     def free_memory(self, *objects: Any) -> Any:
         """Drop the references to all prepared objects, as Accelerate does; waits for a save."""

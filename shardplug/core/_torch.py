@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import _muon
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardplug.errors import ModelError
@@ -62,7 +62,7 @@ __all__ = [
     "keep_shard_elsewhere",
     "laid_out_like",
     "layout_of_shard",
-    "leave_unused_inputs_alone",
+    "let_inputs_change",
     "local_tensor",
     "managed_parameters",
     "may_reduce_late",
@@ -145,6 +145,19 @@ def managed_parameters(root: nn.Module) -> list[nn.Parameter]:
     return [p.sharded_param for group in _param_groups(root) for p in group.fsdp_params]
 
 
+def named_managed_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return every sharded parameter with its name, in the order of `managed_parameters`."""
+    params = [param for group in _param_groups(root) for param in group.fsdp_params]
+    names: dict[tuple[nn.Module, str], str] = {}
+    for prefix, module in root.named_modules():
+        for name in module._parameters:
+            names[module, name] = f"{prefix}.{name}" if prefix else name
+    return [
+        (names[param._module_info.module, param._module_info.param_name], param.sharded_param)
+        for param in params
+    ]
+
+
 def refresh_dtypes(root: nn.Module) -> list[str]:
     """Let units that were frozen when their dtypes were read be trained.
 
@@ -190,6 +203,8 @@ def replaced_parameters(root: nn.Module) -> list[str]:
     found: list[str] = []
     for group in _param_groups(root):
         for param in group.fsdp_params:
+            if is_stood_in(param):
+                continue
             info = param._module_info
             places = [(info.module, info.param_name)]
             places += zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -204,12 +219,17 @@ def replaced_parameters(root: nn.Module) -> list[str]:
 
 def sharded_of_gathered(root: nn.Module) -> dict[int, nn.Parameter]:
     """Map the id of each gathered copy that was ever registered to its sharded parameter."""
-    return {
+    params = [param for group in _param_groups(root) for param in group.fsdp_params]
+    gathered = {
         id(param._unsharded_param): param.sharded_param
-        for group in _param_groups(root)
-        for param in group.fsdp_params
+        for param in params
         if hasattr(param, "_unsharded_param")
     }
+    for param in params:
+        if is_stood_in(param):
+            info = param._module_info
+            gathered[id(info.module._parameters[info.param_name])] = param.sharded_param
+    return gathered
 
 
 def settle_root(root: nn.Module) -> None:
@@ -410,16 +430,75 @@ def register_extra_outputs(unit: nn.Module, tensors: Iterable[torch.Tensor]) -> 
         state._register_pre_backward_hook(tensor)
 
 
-def leave_unused_inputs_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Give no gradient, instead of zeros, to inputs that the unit turns out not to use.
+class _UnitInputs(torch.autograd.Function):
+    """Runs a unit's reduction after its backward, as FSDP2's own function of its inputs does.
 
-    FSDP2 passes the inputs of a unit through an autograd function of its own.
+    FSDP2's returns views, which a forward must not change in place, and gives gradients of zeros
+    to inputs that the unit does not use.
     """
-    for value in (*args, *kwargs.values()):
-        node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
-        if type(node).__name__ == "RegisterPostBackwardFunctionBackward":
-            node.set_materialize_grads(False)
-            return  # one function takes all inputs
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in inputs)  # the same memory and version
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.group.post_backward()
+        return (None, *grads)
+
+
+def let_inputs_change(root: nn.Module) -> None:
+    """Let the units' forwards change their inputs in place, and leave some of them unused."""
+    for group in _param_groups(root):
+        own = group._register_post_backward_hook
+        register = functools.partial(_register_inputs, group, own)
+        group._register_post_backward_hook = register
+
+
+def _register_inputs(group: Any, original: Any, args: Any, kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    if torch._C._are_functorch_transforms_active():
+        return original(args, kwargs)
+    tensors = _grad_tensors((args, kwargs))
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
+    if not distinct:
+        return args, kwargs
+    made: Any = _UnitInputs.apply(group, *distinct)  # type: ignore[no-untyped-call]
+    inside = {id(old): new for old, new in zip(distinct, made, strict=True)}
+    return _with_grad_tensors((args, kwargs), [inside[id(tensor)] for tensor in tensors])
+
+
+def _grad_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that need a gradient, in containers and, as of torch 2.13, in dataclasses."""
+    collect = getattr(_common_utils, "collect_grad_tensors", None)
+    if collect is not None:
+        found: list[torch.Tensor] = list(collect(value))
+        return found
+    return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and v.requires_grad]
+
+
+def _with_grad_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    replace = getattr(_common_utils, "replace_grad_tensors", None)
+    left = iter(tensors)
+    if replace is not None:
+        return replace(value, left)
+    return tree_map(
+        lambda v: next(left) if isinstance(v, torch.Tensor) and v.requires_grad else v, value
+    )
+
+
+def take_history(outer: torch.Tensor, inner: torch.Tensor) -> None:
+    """Let a tensor have the history of another one for the same memory, which was changed."""
+    with torch.autograd._unsafe_preserve_version_counter(outer):
+        outer.copy_(inner)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that autograd takes another one for a view of."""
+    return tensor._base
 
 
 def unit_groups(root: nn.Module) -> list[tuple[str, Any]]:
@@ -532,18 +611,50 @@ class BackwardWatch:
     def __init__(self, root: nn.Module, on_backward: Callable[[], None]) -> None:
         self.used: set[int] = set()
         self.ran = False
+        self.late: dict[int, Any] = {}
+        """Groups, by id, that are reduced at the end of each backward (`reduce_late`)."""
+        self.kept_late: set[int] = set()
+        """Those among them for which this stays so in the next window."""
+        self._at_end = False
         self._on_backward = on_backward
-        for group in _param_groups(root):
+        self._groups = list(_param_groups(root))
+        for group in self._groups:
             group.post_backward = functools.partial(self._post_backward, group, group.post_backward)
 
     def restart(self) -> None:
         """Forget what was seen."""
         self.used.clear()
         self.ran = False
+        self.late = {key: group for key, group in self.late.items() if key in self.kept_late}
+
+    def reduce_late(self) -> None:
+        """Reduce the gradients of the groups in `late`. Called when a backward ends.
+
+        Each rank reduces all of them, whether it has gradients for them or not.
+        """
+        self._at_end = True
+        try:
+            for group in list(self.late.values()):
+                group.post_backward()
+            # A unit that a backward goes through twice may get gradients after its reduction.
+            for group in self._groups:
+                after = group._training_state is type(group._training_state).POST_BACKWARD
+                if after and group.reduce_grads and any(map(_unreduced, group.fsdp_params)):
+                    group.post_backward()
+        finally:
+            self._at_end = False
 
     def _post_backward(self, group: Any, original: Callable[..., None], *unused: Any) -> None:
         self._on_backward()
         self.ran = True
+        late = id(group) in self.late
+        if late and not self._at_end:
+            reduces, group.reduce_grads = group.reduce_grads, False
+            try:
+                original(*unused)
+            finally:
+                group.reduce_grads = reduces
+            return
         if not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
             return  # never gathered, so that torch would look for gradients on no copy
         trainable = [
@@ -552,9 +663,15 @@ class BackwardWatch:
             if param.sharded_param.requires_grad and hasattr(param, "_unsharded_param")
         ]
         used = [param for param in trainable if _unreduced(param)]
+        for param in used:
+            if any(grad.is_sparse for grad in _unreduced(param)):
+                raise ModelError(
+                    f"Expected a dense gradient of {_label(param)}, got a sparse one, which cannot "
+                    "be reduced over ranks by rows. Use sparse=False."
+                )
         self.used.update(id(param.sharded_param) for param in used)
         # A unit that is neither gathered nor holds gradients took no part in this backward.
-        if group.reduce_grads and (used or group.is_unsharded):
+        if group.reduce_grads and (used or late or group.is_unsharded):
             accumulated = [p for p in used if p.unsharded_accumulated_grad is not None]
             if accumulated and len(accumulated) < len(trainable):
                 for param in used:  # one buffer, one dtype
@@ -693,6 +810,38 @@ def _extreme(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     read._shardplug_guard = True  # type: ignore[attr-defined]
     return read
+
+
+def current_backward() -> int:
+    """Return a number of the backward that this thread runs; -1 for none."""
+    return int(torch._C._current_graph_task_id())
+
+
+def before_mixed_scalars(action: Callable[[Iterable[Any], str], None]) -> None:
+    """Call `action` before an operation on a DTensor and a plain scalar that needs a gradient.
+
+    DTensor takes such scalars, and the backward then fails where the scalar was computed.
+
+    Args:
+        action: Gets the tensors and the name of the operation, and may raise.
+    """
+    from torch.distributed.tensor._dispatch import OpDispatcher
+
+    dispatcher: Any = OpDispatcher
+    original = dispatcher._unwrap_to_op_info_impl
+    if getattr(original, "_shardplug_guard", False):
+        return
+
+    @functools.wraps(original)
+    def checked(self: Any, op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        if torch.is_grad_enabled():
+            tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+            if any(t.requires_grad and not isinstance(t, DTensor) for t in tensors):
+                action(tensors, str(op))
+        return original(self, op, args, kwargs, *rest)
+
+    checked._shardplug_guard = True  # type: ignore[attr-defined]
+    dispatcher._unwrap_to_op_info_impl = checked
 
 
 def orthogonalise_whole_matrices() -> None:
@@ -1066,3 +1215,260 @@ def default_tcp_store() -> Any | None:
     while isinstance(inner, module.PrefixStore):
         inner = inner.underlying_store
     return store if isinstance(inner, module.TCPStore) else None
+
+
+# ---------------------------------------------------------------- whole parameters with gradients
+
+
+def name_of_parameter(param: Any) -> str:
+    """Return the qualified name of one of FSDP2's parameters."""
+    return _label(param)
+
+
+def owns_any(group: Any, modules: set[nn.Module]) -> bool:
+    """Whether a parameter group has a parameter that stands on one of `modules`."""
+    return any(
+        info.module in modules or any(shared in modules for shared in info.shared_modules)
+        for info in (param._module_info for param in group.fsdp_params)
+    )
+
+
+def whole_values(group: Any) -> list[tuple[Any, torch.Tensor]]:
+    """Return each of FSDP2's parameters with a whole copy in the dtype it rests in. Collective.
+
+    The group is gathered, or not, afterwards as it was before.
+    """
+    was_sharded = not group.is_unsharded
+    params = group.fsdp_params
+    casts = any(param.param_dtype is not None for param in params)
+    # FSDP2 reduces no gradient of a parameter that it has never gathered.
+    if not casts or not all(hasattr(param, "_unsharded_param") for param in params):
+        group.unshard()
+        group.wait_for_unshard()
+    values = []
+    for param in params:
+        if casts:
+            full = param.sharded_param.detach().full_tensor()
+            own = share_memory(full, local_tensor(param.sharded_param))
+            values.append((param, full.clone() if own else full))
+        else:
+            values.append((param, param._unsharded_param.detach().clone()))
+    if was_sharded:
+        group._to_sharded()
+    return values
+
+
+def stand_in(param: Any, tensor: torch.Tensor) -> None:
+    """Put `tensor` on the modules in the place of one of FSDP2's parameters, until `step_back`.
+
+    FSDP2 goes on as always; only within a backward, whose forward may have run before, do its own
+    tensors stand on the modules again (see `end_of_backward`).
+    """
+    _place(param, tensor)
+
+    def in_backward(own: torch.Tensor) -> None:
+        if current_backward() != -1:
+            _place(param, own)
+
+    param._setattr_on_modules = in_backward
+
+
+def _place(param: Any, tensor: torch.Tensor) -> None:
+    info = param._module_info
+    places = [(info.module, info.param_name)]
+    places += zip(info.shared_modules, info.shared_param_names, strict=True)
+    for module, name in places:
+        module._parameters[name] = tensor  # of the computation's dtype it is no Parameter
+
+
+def is_stood_in(param: Any) -> bool:
+    """Whether another tensor stands on the modules in the place of a parameter of FSDP2's."""
+    return "_setattr_on_modules" in vars(param)
+
+
+def step_back(param: Any) -> None:
+    """Put what FSDP2 would have there now on the modules."""
+    vars(param).pop("_setattr_on_modules", None)
+    sharded = param.sharded_state is type(param.sharded_state).SHARDED
+    param._setattr_on_modules(param.sharded_param if sharded else param._unsharded_param)
+
+
+def in_own_backward(unit: nn.Module) -> bool:
+    """Whether FSDP2 has gathered a unit for its backward, in which a forward may run again."""
+    assert isinstance(unit, FSDPModule)
+    state: Any = unit._get_fsdp_state()
+    return bool(state._training_state is type(state._training_state).PRE_BACKWARD)
+
+
+def compute_dtype(param: Any) -> torch.dtype | None:
+    """The dtype that a parameter is cast to for the computation; None for the one it rests in."""
+    dtype: torch.dtype | None = param.param_dtype
+    return dtype
+
+
+def add_whole_gradient(param: Any, grad: torch.Tensor) -> None:
+    """Add to what FSDP2 keeps of this rank's gradient until the next reduction.
+
+    Args:
+        param: FSDP2's parameter.
+        grad: Whole, in the dtype that the parameter rests in.
+    """
+    if param.unsharded_accumulated_grad is None:
+        dtype = param.reduce_dtype or param.param_dtype or grad.dtype
+        param.unsharded_accumulated_grad = grad.detach().to(dtype, copy=True)
+    else:
+        param.unsharded_accumulated_grad += grad.detach()
+
+
+def end_of_backward(root: nn.Module) -> None:
+    """Within a backward: let FSDP2 reduce gradients when it ends, as if it went through units."""
+    assert isinstance(root, FSDPModule)
+    root._get_fsdp_state()._register_root_post_backward_final_callback()
+
+
+def before_root_backward_ends(root: nn.Module, action: Callable[[], None]) -> None:
+    """Call `action` at the end of every backward, before FSDP2 reduces what is left."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            original = state._root_post_backward_final_callback
+            final = functools.partial(_both, action, original)
+            state._root_post_backward_final_callback = final  # type: ignore[method-assign]
+
+
+class PausableUnits:
+    """Lets FSDP2's hooks on the calls of units be switched off.
+
+    Args:
+        root: The sharded model.
+        paused: Tells whether a unit is called now without being gathered.
+        enter: Called before the forward of such a unit.
+        leave: Called after it.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        paused: Callable[[nn.Module], bool],
+        enter: Callable[[nn.Module], None],
+        leave: Callable[[nn.Module], None],
+    ) -> None:
+        self._paused = paused
+        self._enter = enter
+        self._leave = leave
+        for unit in root.modules():
+            if not isinstance(unit, FSDPModule):
+                continue
+            state = unit._get_fsdp_state()
+            for hooks, own, other in (
+                (unit._forward_pre_hooks, state._pre_forward, self._before),
+                (unit._forward_hooks, state._post_forward, self._after),
+            ):
+                key = next(key for key, hook in hooks.items() if hook == own)
+                call = functools.partial(self._either, own, functools.partial(other, state))
+                hooks[key] = torch.compiler.disable(functools.wraps(own)(call))
+            state._register_pre_backward_hook = functools.partial(  # type: ignore[method-assign]
+                self._register, unit, state
+            )
+
+    def _either(self, own: Any, other: Any, unit: nn.Module, *args: Any) -> Any:
+        return (other if self._paused(unit) else own)(unit, *args)
+
+    def _before(self, state: Any, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._enter(unit)
+        if state._is_root and state._device.type != "cpu":
+            args, kwargs = tree_map(
+                lambda v: v.to(state._device) if isinstance(v, torch.Tensor) else v, (args, kwargs)
+            )
+        return state._cast_forward_inputs(args, kwargs)
+
+    def _after(self, state: Any, unit: nn.Module, args: Any, output: Any) -> Any:
+        self._leave(unit)
+        return state._cast_output_dtype(output)
+
+    def _register(self, unit: nn.Module, state: Any, output: Any) -> Any:
+        if self._paused(unit) or not torch.is_grad_enabled():
+            return output
+        if torch._C._are_functorch_transforms_active():
+            return type(state)._register_pre_backward_hook(state, output)
+        for tensor in _grad_tensors(output):
+            tensor.register_hook(state._pre_backward)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                # A change in place of a view gives it a new history, which begins at its base.
+                base.register_hook(functools.partial(self._pre_backward, state))
+        return output
+
+    def _pre_backward(self, state: Any, grad: torch.Tensor) -> None:
+        if state._training_state is not type(state._training_state).PRE_BACKWARD:
+            state._pre_backward(grad)
+
+
+# ---------------------------------------------------------------- hooks on parameters
+
+
+class UserHooks(OrderedDict[int, Any]):
+    """What `Tensor.register_hook` of a shard writes to.
+
+    Autograd reads the dictionary's own content, which is the engine's hook alone.
+
+    Args:
+        own: The engine's hook.
+        users: The users' hooks, by the ids of their handles.
+    """
+
+    def __init__(self, own: Callable[..., Any], users: dict[int, Any]) -> None:
+        super().__init__()
+        super().__setitem__(-1, unserializable_hook(own))  # type: ignore[no-untyped-call]
+        self.users = users
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self.users[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        del self.users[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.users
+
+
+def hooks_on(tensor: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks registered on a leaf: those on its gradient, and those after it."""
+    return (
+        getattr(tensor, "_backward_hooks", None) or OrderedDict(),
+        getattr(tensor, "_post_accumulate_grad_hooks", None) or OrderedDict(),
+    )
+
+
+def follow_hooks(
+    parameter: nn.Parameter, own: Callable[..., Any], users: dict[int, Any]
+) -> UserHooks:
+    """Keep users' hooks on a shard's gradient from autograd, and let it call the engine's.
+
+    Args:
+        parameter: The shard.
+        own: Called with the gradient that autograd itself brings to the shard.
+        users: Hooks that it takes over; handles of theirs stay good.
+    """
+    hooks = UserHooks(own, users)
+    parameter._backward_hooks = hooks
+    return hooks
+
+
+def take_over_hooks(parameter: nn.Parameter, after: dict[int, Any]) -> None:
+    """Let hooks for after the accumulation, of another parameter, be called for `parameter`."""
+    if not after:
+        return
+    known: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    if known:
+        known.update(after)
+    else:
+        parameter._post_accumulate_grad_hooks = after  # type: ignore[attr-defined]
+
+
+def wait_for_reductions(root: nn.Module) -> None:
+    """Let the current stream wait for the reductions under way, in order to change gradients."""
+    assert isinstance(root, FSDPModule)
+    state: Any = root._get_fsdp_state()
+    for event in state._comm_ctx._last_post_reduce_events.values():
+        state._device_handle.current_stream().wait_event(event)

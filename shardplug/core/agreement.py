@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplug.core import _torch
+from shardplug.core.gradient_hooks import GradientHooks, HooksBefore
 from shardplug.core.order import Order
 from shardplug.core.peer import InFlight, PeerGather, PeerReduce, ReplicaSum
 from shardplug.core.shared_buffers import SharedBuffers
+from shardplug.core.whole_parameters import WholeParameters
 from shardplug.errors import ModelError
 
 __all__ = ["Agreement", "control_group", "settle_at_exit"]
@@ -69,6 +71,7 @@ class Agreement:
         on_backward: Called when a backward reaches a unit.
         direct: Whether the collectives are direct messages between CPU ranks, each of which is
             compared, or torch's own, compared once per window. None means what the device needs.
+        hooks_before: Hooks that the parameters had before the model was sharded, by name.
     """
 
     def __init__(
@@ -80,14 +83,25 @@ class Agreement:
         index: int,
         on_backward: Callable[[], None],
         direct: bool | None = None,
+        hooks_before: HooksBefore | None = None,
     ) -> None:
         self._root = root
         self._group = group
         self._world_size = dist.get_world_size(group)
         self._parameters = _torch.managed_parameters(root)
-        self._replicated = [p for p in replicated if p.is_floating_point()]
+        self._replicated = [p for p in replicated if p.is_floating_point() or p.is_complex()]
         self._watch = _torch.BackwardWatch(root, on_backward)
+        self._on_backward = on_backward
+        self._hooks = GradientHooks(
+            _torch.named_managed_parameters(root),
+            hooks_before or {},
+            self._gradient_comes,
+            torch.device(mesh.device_type),
+        )
+        self.whole = WholeParameters(root, self._watch)
+        """Whole parameters with gradients, in contexts that the engine opens."""
         self._without_grad: list[nn.Parameter] = []
+        self._hook_counts: list[int] = []
         direct = mesh.device_type == "cpu" if direct is None else direct
         self._order = Order(
             group,
@@ -157,10 +171,11 @@ class Agreement:
             used = self._agree_on_used()
             self._average_replicated()
         else:
-            used = self._watch.used
+            used, self._hook_counts = self._watch.used, self._hooks.counts
         for parameter in fresh:
             if id(parameter) not in used:
                 parameter.grad = None
+        self._hooks.call(self._hook_counts, self._group)
         self._watch.restart()
         self._order.restart()
 
@@ -194,14 +209,21 @@ class Agreement:
             self._order.require_end()
 
     def _agree_on_used(self) -> set[int]:
-        message = torch.zeros(1 + len(self._parameters), dtype=torch.int64)
-        message[0] = self._order.checksum
-        for index, parameter in enumerate(self._parameters):
-            message[1 + index] = id(parameter) in self._watch.used
+        used = [id(parameter) in self._watch.used for parameter in self._parameters]
+        message = torch.tensor([self._order.checksum, *used, *self._hooks.counts])
         total = self._order.end(message)
         self._order.require_same(int(total[0]))
-        flags = total[1:].tolist()
+        flags = total[1 : 1 + len(used)].tolist()
+        self._hook_counts = total[1 + len(used) :].tolist()
         return {id(p) for p, count in zip(self._parameters, flags, strict=True) if count}
+
+    def _gradient_comes(self, parameter: nn.Parameter) -> None:
+        """A loss was made of the shard itself: autograd is about to add to its gradient."""
+        self._in_flight.complete()
+        _torch.wait_for_reductions(self._root)
+        self._watch.used.add(id(parameter))
+        self._watch.ran = True
+        self._on_backward()
 
     def _average_replicated(self) -> None:
         trained = [p for p in self._replicated if p.requires_grad]
@@ -209,7 +231,9 @@ class Agreement:
             return
         device = trained[0].device
         pieces: list[torch.Tensor] = [
-            torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.reshape(-1).float()
+            torch.zeros(_real_size(p), device=device)
+            if p.grad is None
+            else _as_real(p.grad).float()
             for p in trained
         ]
         has_grad = torch.tensor([float(p.grad is not None) for p in trained], device=device)
@@ -219,9 +243,12 @@ class Agreement:
         counts = flat[-len(trained) :].tolist()
         offset = 0
         for parameter, count in zip(trained, counts, strict=True):
-            size = parameter.numel()
+            size = _real_size(parameter)
             if count:
-                average = flat[offset : offset + size].view_as(parameter).to(parameter.dtype)
+                average = flat[offset : offset + size]
+                if parameter.is_complex():
+                    average = torch.view_as_complex(average.view(-1, 2))
+                average = average.view_as(parameter).to(parameter.dtype)
                 if parameter.grad is None:
                     parameter.grad = average.clone()
                 else:
@@ -234,5 +261,15 @@ class Agreement:
         if self._order.parted is not None:
             self._in_flight.drop()
         self._in_flight.complete()
+        self.whole.reset()
         self._watch.restart()
         self._order.restart()
+
+
+def _real_size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardplug.core._torch import tree_leaves, version_of
+from shardplug.core.whole_parameters import is_whole
 from shardplug.errors import ModelError
 
 __all__ = ["checkpoint_activations"]
@@ -38,7 +40,7 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module]) -> Non
             covered.update(module.modules())
     for block in blocks:
         if block not in covered:
-            block.forward = _recomputed(block.forward)
+            block.forward = _recomputed(block, block.forward)
 
 
 def _enable_own(model: nn.Module) -> None:
@@ -54,11 +56,20 @@ def _enable_own(model: nn.Module) -> None:
     )
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        # The backward may run after whole parameters are gone, and nothing gathers in here.
+        if not torch.is_grad_enabled() or is_whole(block):
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        given = [(v, version_of(v)) for v in tree_leaves((args, kwargs)) if torch.is_tensor(v)]
+        output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if any(version_of(tensor) != version for tensor, version in given):
+            raise ModelError(
+                f"Expected {type(block).__name__} to leave its inputs as they are, as it is "
+                "computed again from them, but its forward changes one in place. Change a copy, "
+                "or leave activation_checkpointing out."
+            )
+        return output
 
     return call

@@ -66,7 +66,8 @@ def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     stored = in_tier(tensor)
     if stored is not None:
         return stored.p_norm(norm_type)
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64)
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
     return norm
 
 

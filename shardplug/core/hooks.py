@@ -10,7 +10,7 @@ import torch
 __all__ = ["outside_of_graphs"]
 
 
-def outside_of_graphs(hook: Callable[..., None]) -> Callable[..., None]:
+def outside_of_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep a hook out of the graphs of a compiled module.
 
     Dynamo traces the hooks of a module that it compiles. Ours look at bookkeeping of torch and

@@ -41,12 +41,16 @@ class Precision:
         """Whether trainable parameters are kept in fp32 whatever dtype they came in."""
         return self.param_dtype is not None
 
-    def policy(self, *, cast_inputs: bool) -> MixedPrecisionPolicy:
+    def policy(self, *, cast_inputs: bool, complex_weights: bool = False) -> MixedPrecisionPolicy:
         """Translate to FSDP2's policy.
 
         Args:
             cast_inputs: Whether float inputs of the unit are cast to `param_dtype`.
+            complex_weights: Whether the unit trains complex parameters, which are computed with
+                and reduced in their own dtype.
         """
+        if complex_weights:
+            return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,

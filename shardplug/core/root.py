@@ -27,7 +27,7 @@ from shardplug.core.hooks import outside_of_graphs
 from shardplug.core.stage import Stage
 from shardplug.errors import ModelError, ScheduleError
 
-__all__ = ["KeptOutputs", "RootCalls"]
+__all__ = ["KeptOutputs", "RootCalls", "refuse_state_dict"]
 
 
 class RootCalls:
@@ -139,7 +139,7 @@ class RootCalls:
                 unit.unshard()
                 if unit not in self._no_state_dict:
                     self._no_state_dict[unit] = before_state_dict(
-                        cast(nn.Module, unit), _refuse_state_dict
+                        cast(nn.Module, unit), refuse_state_dict
                     )
         except BaseException:
             self.let_go(units)
@@ -156,6 +156,11 @@ class RootCalls:
             if unit not in self._held and unit is not cast(FSDPModule, self._root):
                 unit.set_reshard_after_forward(self._stage.reshard_after_forward, recurse=False)
         self._reshard()
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything is held whole."""
+        return bool(self._held)
 
     def is_held(self, part: nn.Module) -> bool:
         """Whether every unit that `part` has is held whole."""
@@ -244,7 +249,7 @@ class RootCalls:
         self._forget_forwards = None
 
 
-def _refuse_state_dict(*_: Any) -> None:
+def refuse_state_dict(*_: Any) -> None:
     """FSDP2 shards a unit again before it hands out a state_dict."""
     raise ScheduleError(
         "Expected no state_dict() while parameters are held whole (gathered()), as it would give "

@@ -63,6 +63,11 @@ def refuse_unshardable(model: nn.Module) -> None:
                 "Expected a model that is not compiled as a whole, got one from torch.compile(). "
                 "Compile its blocks instead: for block in blocks: block.compile()."
             )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ModelError(
+                f"Expected dense gradients, got {name or 'the model'} ({kind}) with sparse=True: "
+                "sparse gradients cannot be reduced over ranks by rows. Build it with sparse=False."
+            )
     _refuse_quantised(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -148,7 +153,10 @@ def shard_model(
             mesh=mesh,
             # The root is resharded by the engine at the end of the outermost call.
             reshard_after_forward=stage.reshard_after_forward and unit is not model,
-            mp_policy=precision.policy(cast_inputs=cast_inputs or unit is not model),
+            mp_policy=precision.policy(
+                cast_inputs=cast_inputs or unit is not model,
+                complex_weights=_trains_complex(inside, ignored),
+            ),
             ignored_params=ignored,
             offload_policy=rest,
         )
@@ -172,6 +180,11 @@ def _upcast_masters(modules: list[nn.Module], precision: Precision) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()
+
+
+def _trains_complex(modules: list[nn.Module], ignored: set[nn.Parameter]) -> bool:
+    own = {p for module in modules for p in module.parameters(recurse=False)} - ignored
+    return any(p.is_complex() and p.requires_grad for p in own)
 
 
 def _warn_low_masters(model: nn.Module, precision: Precision) -> None:

@@ -149,9 +149,9 @@ class TierTensor(TensorWithoutMemory):
 
     def p_norm(self, norm_type: float) -> torch.Tensor:
         """Return the p-norm of the values, float64 of shape ()."""
-        norm: torch.Tensor = torch.linalg.vector_norm(
-            self.holder.read(), norm_type, dtype=torch.float64
-        )
+        values = self.holder.read()
+        dtype = torch.complex128 if values.is_complex() else torch.float64
+        norm: torch.Tensor = torch.linalg.vector_norm(values, norm_type, dtype=dtype)
         return norm
 
     def change_in_place(self, func: Any, args: Any, kwargs: Any) -> bool:

@@ -181,19 +181,39 @@ def _resolve_sharing(
     A parameter shared with a module of the root moves up to the root. Units that share a
     parameter only among themselves are dissolved into the root.
     """
-    home = _home(model, chosen)
-    moved_up: set[nn.Parameter] = set()
-    dissolved: set[nn.Module] = set()
-    for parameter, owners in _owners(model).items():
-        homes = {home.get(owner) for owner in owners}
-        if len(homes) == 1:
-            continue
-        if None in homes:
-            moved_up.add(parameter)
-        else:
-            dissolved.update(unit for unit in homes if unit is not None)
-    kept = [unit for unit in chosen if unit not in dissolved]
-    return kept, frozenset(moved_up)
+    kept = list(chosen)
+    while True:
+        homes = _homes(model, kept)
+        moved_up: set[nn.Parameter] = set()
+        dissolved: set[nn.Module] = set()
+        for parameter, owners in _owners(model).items():
+            units = {unit for owner in owners for unit in homes[owner]}
+            if len(units) == 1:
+                continue
+            if None in units:
+                moved_up.add(parameter)
+            else:
+                dissolved.update(unit for unit in units if unit is not None)
+        if not dissolved:
+            return kept, frozenset(moved_up)
+        kept = [unit for unit in kept if unit not in dissolved]
+
+
+def _homes(model: nn.Module, chosen: Iterable[nn.Module]) -> dict[nn.Module, set[nn.Module | None]]:
+    """Map every module to the innermost units around it; a module in several places has several.
+
+    None stands for the root.
+    """
+    units = set(chosen)
+    homes: dict[nn.Module, set[nn.Module | None]] = {}
+    pending: list[tuple[nn.Module, nn.Module | None]] = [(model, None)]
+    while pending:
+        module, unit = pending.pop()
+        unit = module if module in units else unit
+        if unit not in homes.setdefault(module, set()):
+            homes[module].add(unit)
+            pending += [(child, unit) for child in module.children()]
+    return homes
 
 
 def _odd_dtype_modules(
@@ -203,8 +223,11 @@ def _odd_dtype_modules(
 
     Gradients of one unit are reduced in one buffer, hence in one dtype.
     """
-    if master_dtype is not None:
-        return []
+
+    def kept_in(parameter: nn.Parameter) -> torch.dtype:
+        low = master_dtype is not None and parameter.is_floating_point()
+        return master_dtype if low and master_dtype is not None else parameter.dtype
+
     names = {module: name for name, module in model.named_modules()}
     home = _home(model, chosen)
     sizes: dict[nn.Module | None, Counter[torch.dtype]] = {}
@@ -212,7 +235,7 @@ def _odd_dtype_modules(
         counter = sizes.setdefault(home.get(module), Counter())
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and _is_split(parameter):
-                counter[parameter.dtype] += parameter.numel()
+                counter[kept_in(parameter)] += parameter.numel()
     odd: list[nn.Module] = []
     # A unit has the dtype of the parameters of its own module, else the most common one; an odd
     # module becomes a unit with all below it, so that what lies below has to agree with it.
@@ -224,7 +247,7 @@ def _odd_dtype_modules(
             continue
         seen.add(module)
         own = {
-            p.dtype for p in module.parameters(recurse=False) if p.requires_grad and _is_split(p)
+            kept_in(p) for p in module.parameters(recurse=False) if p.requires_grad and _is_split(p)
         }
         if module is model or home.get(module) is module:
             counter = sizes[home.get(module)]
@@ -234,7 +257,8 @@ def _odd_dtype_modules(
                 f"Trainable parameters of {names[module] or 'the model itself'} "
                 f"({type(module).__name__}) mix "
                 f"{', '.join(sorted(map(str, own | {dtype})))} in one unit. Give them one dtype, "
-                "or train with a param_dtype (bf16-mixed) so that all masters are fp32."
+                "train real ones with a param_dtype (bf16-mixed) so that all masters are fp32, or "
+                "put them into modules of their own."
             )
         if own - {dtype}:
             odd.append(module)

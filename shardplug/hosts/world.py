@@ -65,7 +65,9 @@ class World:
             )
         return self._engine
 
-    def gathered(self, module: nn.Module | None = None) -> AbstractContextManager[None]:
+    def gathered(
+        self, module: nn.Module | None = None, *, grad: bool = False
+    ) -> AbstractContextManager[None]:
         """Hold parameters whole, to generate or evaluate. Collective to enter.
 
             with self.trainer.strategy.gathered(self.language_model):  # fabric.strategy in Fabric
@@ -75,11 +77,12 @@ class World:
 
         Args:
             module: The module, or one in it; None means all that is sharded.
+            grad: Record gradients, for losses that are made of the parameters.
 
         Returns:
             A context; see `ZeroEngine.gathered`.
         """
-        return self.engine.gathered(module)
+        return self.engine.gathered(module, grad=grad)
 
     @property
     def root_device(self) -> torch.device:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardplug.core.precision import PLAIN_FORWARD
+from shardplug.core.whole_parameters import traced
 from shardplug.memory.dry_modes import Guard, Reads
 from shardplug.memory.layout import Placed
 from shardplug.memory.repeat import trace_model
@@ -125,11 +126,13 @@ def _laid_open(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [(module, dict(vars(module))) for module in modules]
     containers = list(_containers([before for _, before in attributes]))
+    token = traced.set(True)
     try:
         for module in modules:
             _strip(module)
         yield
     finally:
+        traced.reset(token)
         for module, before in attributes:
             vars(module).clear()
             vars(module).update(before)

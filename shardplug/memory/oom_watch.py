@@ -20,6 +20,7 @@ from torch import nn
 
 from shardplug.config import ZeroConfig
 from shardplug.core._torch import gathered_units
+from shardplug.core.outside_use import advise
 from shardplug.errors import StorageError
 from shardplug.memory.besides import KEPT, RETURNED, kept_share, used_by_process, used_now
 from shardplug.memory.choices import Choice
@@ -172,7 +173,11 @@ class OomWatch:
             raise
 
     def explain(self, error: BaseException) -> None:
-        """Write the report, if the error is one of memory and no one has explained it yet."""
+        """Write the report, if the error is one of memory and no one has explained it yet.
+
+        An error about a parameter that is not whole gets a line that says what to do.
+        """
+        advise(error)
         killed = self._group.kills
         if not (is_out_of_memory(error) or killed) or getattr(error, _SEEN, False):
             return
