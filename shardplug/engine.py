@@ -29,6 +29,8 @@ from shardplug.core.arguments import UnitArguments
 from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.generation import generate_in_step
 from shardplug.core.host_copies import copies_for
+from shardplug.core.late import UntrainedParameters
+from shardplug.core.max_norm import renormalise_together
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
 from shardplug.core.precision import Precision
@@ -39,7 +41,15 @@ from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
 from shardplug.core.threads import warn_of_cores
 from shardplug.core.units import plan_units
-from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
+from shardplug.core.whole import ModifiedPart, modify_whole, take_whole_tensors
+from shardplug.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    OptimizerError,
+    ScheduleError,
+    ShardplugError,
+)
 from shardplug.memory.oom_watch import OomWatch, explain_step
 from shardplug.memory.preflight import announce_state
 from shardplug.optim import Binding, settle_matrix_optimizer
@@ -134,6 +144,7 @@ class ZeroEngine:
         self._sharded: list[_Sharded] = []
         self._num_sharded = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._untrained = UntrainedParameters()
         self._binding = Binding(self._all_resting_parameters, lambda: self.models)
         self._listeners: list[Callable[[str], None]] = []
         self._backward_ran = False
@@ -234,7 +245,10 @@ class ZeroEngine:
         self._schedule.attach(model)
         self._adopt(model, forward_methods, plan.blocks)
         _torch.settle_root(model)
-        self._sharded[-1].calls.note_layouts()
+        calls = self._sharded[-1].calls
+        calls.note_layouts()
+        take_whole_tensors(model, calls.writes, lambda: calls.holds)
+        renormalise_together(model, lambda: calls.holds)
 
     def forget(self, model: nn.Module) -> None:
         """Stop keeping a sharded model, so that its memory goes when the caller drops it."""
@@ -334,6 +348,9 @@ class ZeroEngine:
                 self._streamed[optimizer] = StreamedOptimizer(
                     optimizer, self._tier, self._control, self._parameters
                 )
+        for name in ("train", "eval"):  # schedule-free optimizers exchange weights in them
+            if callable(getattr(optimizer, name, None)):
+                setattr(optimizer, name, self._at_rest(getattr(optimizer, name)))
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         settle_compiled_step(optimizer)
@@ -449,6 +466,32 @@ class ZeroEngine:
                 "optimizer.zero_grad()."
             )
 
+    def _at_rest(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a method that changes shards run when no gathered copies are left."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.reshard()
+            return method(*args, **kwargs)
+
+        return call
+
+    def _weights_may_change(self, optimizer: torch.optim.Optimizer) -> None:
+        """Get ready for a step: take over what was written to gathered copies, and drop them."""
+        self._require_boundary("optimizer.step()")
+        self._require_unmodified("optimizer.step()")
+        self.reshard()
+        for sharded in self._sharded:
+            sharded.calls.writes.raise_refused()
+        self._untrained.look(self.models, self._optimizers, optimizer)
+
+    def _require_unmodified(self, what: str) -> None:
+        if any(sharded.calls.writes.is_modifying for sharded in self._sharded):
+            raise ScheduleError(
+                f"Expected {what} outside of gathered(modify=True), whose changes count only at "
+                "its end. Leave the context first."
+            )
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -458,13 +501,13 @@ class ZeroEngine:
             self._streamed[optimizer].require_entered()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
         if closure is None:
-            self._require_boundary("optimizer.step()")
+            self._weights_may_change(optimizer)
             return args, kwargs
 
         @functools.wraps(closure)
         def complete() -> Any:
             result = closure()
-            self._require_boundary("optimizer.step()")
+            self._weights_may_change(optimizer)
             return result
 
         if "closure" in kwargs:
@@ -580,30 +623,98 @@ class ZeroEngine:
     # ---------------------------------------------------------------- whole parameters
 
     @contextmanager
-    def gathered(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Hold parameters whole on every rank, to be read. Collective to enter.
+    def gathered(
+        self, model: nn.Module | None = None, *, modify: bool = False, src: int | None = None
+    ) -> Iterator[None]:
+        """Hold parameters whole on every rank, to be read or changed. Collective.
 
-        Inside, gradients are off and forwards exchange nothing: many tokens cost one gather, and
-        ranks may run any number of forwards, or none. Writes to the parameters are lost. The model
-        has to fit on a device whole, in the dtype it computes in. Contexts may be nested.
+        To be read, parameters are held in the dtype that the model computes in. Gradients are off
+        and forwards exchange nothing: many tokens cost one gather, and ranks may run any number
+        of forwards, or none. Contexts may be nested. A write to a parameter is refused at the end.
+
+        With `modify` whole master weights (fp32 in mixed precision) stand in the modules of
+        `model`, and what they are at the end of the context is put into every rank's shards, in
+        memory and in tiers. The optimizer's state stays as it is. Shapes and dtypes may not
+        change, and no forward may run. An exception, on any rank, leaves the parameters of all
+        ranks as they were before the context.
 
         Args:
             model: One of the sharded models, or a module in one (an encoder, a language model);
                 None means all models.
+            modify: Whether parameters are changed.
+            src: With `modify`, the rank whose values count on all ranks. None means that every
+                rank makes the same changes: each keeps its own rows of what it has.
 
         Raises:
-            ModelError: When the engine did not shard the model.
-            ScheduleError: In a forward inside for which gradients were switched on again.
+            ConfigError: When `src` is no rank, is not the same on every rank, or is given without
+                `modify`.
+            ModelError: When the engine did not shard the model; on every rank, when a parameter
+                was written to without `modify`, or has another shape or dtype with it.
+            ScheduleError: In a forward inside for which gradients were switched on again, and in
+                any forward inside with `modify`.
         """
         parts = self._parts(model)
+        if modify or src is not None:
+            with self._modified(parts, modify, src):
+                yield
+            return
         held = [(sharded, sharded.calls.hold(part)) for sharded, part in parts]
         try:
             self._meet("Gathering")
+            watched = [(sharded, sharded.calls.writes.watch(units)) for sharded, units in held]
             with torch.no_grad():
                 yield
+            self._refuse_writes(watched)
         finally:
             for sharded, units in held:
                 sharded.calls.let_go(units)
+
+    def _refuse_writes(self, watched: Sequence[Any]) -> None:
+        names: list[str] = []
+        for sharded, before in watched:
+            names += sharded.calls.writes.drop_written(before)
+        error = (
+            None
+            if not names
+            else ModelError(
+                f"Expected parameters that are only read in gathered(), but {', '.join(names[:4])} "
+                "changed; the changes are dropped. Use gathered(modify=True) to change weights."
+            )
+        )
+        self._agree("Reading parameters in gathered()", error, ModelError)
+
+    @contextmanager
+    def _modified(
+        self, parts: list[tuple[_Sharded, nn.Module]], modify: bool, src: int | None
+    ) -> Iterator[None]:
+        error: ShardplugError | None = None
+        if not modify or (src is not None and not 0 <= src < self.world_size):
+            error = ConfigError(
+                f"Expected src to be a rank below {self.world_size}, and modify=True with it, got "
+                f"src={src} and modify={modify}."
+            )
+        elif any(s.calls.holds or s.calls.writes.is_modifying for s, _ in parts):
+            error = ScheduleError(
+                "Expected gathered(modify=True) outside of any other gathered() of the same "
+                "model, found one within another."
+            )
+        ends = torch.tensor([-1 if src is None else src, 1 if src is None else -src])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._control)
+        if error is None and int(ends[0]) != -int(ends[1]):
+            error = ConfigError(f"Expected the same src on every rank, got {src} on this one.")
+        self._agree("gathered(modify=True)", error, ConfigError)
+        changed = [
+            ModifiedPart(sharded.model, part, sharded.replicated, sharded.calls.writes)
+            for sharded, part in parts
+        ]
+        agree = functools.partial(self._agree, "Changing parameters in gathered(modify=True)")
+        with modify_whole(changed, self.device_mesh, src, agree):
+            yield
+
+    def _agree(self, doing: str, error: Exception | None, kind: type[ShardplugError]) -> None:
+        from shardplug.tiers.agree import raise_together
+
+        raise_together(error, kind, doing, self._control)
 
     def _parts(self, model: nn.Module | None) -> list[tuple[_Sharded, nn.Module]]:
         if model is None and self._sharded:
@@ -632,6 +743,7 @@ class ZeroEngine:
             rank0_only: Other ranks get an empty dictionary.
         """
         model = self._one_model(model)
+        self._require_unmodified("full_state_dict()")
         self.reshard()
         keep = self.rank == 0 or not rank0_only
         whole: dict[str, torch.Tensor] = {}
@@ -818,6 +930,7 @@ class ZeroEngine:
         """
         from shardplug.checkpoint import state_of_model, state_of_optimizer, together, write
 
+        self._require_unmodified("save()")
         if self._background is not None:
             self._background.wait()  # what was started first is published first
 
@@ -897,6 +1010,7 @@ class ZeroEngine:
         """
         from shardplug.checkpoint import Reader, together
 
+        self._require_unmodified("load()")
         reader = Reader(path, rename=rename)
         step = reader.manifest.get("step")
         other = {} if step is None else {"step": step}
