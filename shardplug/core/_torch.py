@@ -72,6 +72,7 @@ __all__ = [
     "orthogonalise_whole_matrices",
     "own_groups",
     "own_rows",
+    "pause_resets",
     "places_of",
     "refresh_dtypes",
     "register_extra_outputs",
@@ -486,10 +487,10 @@ def own_rows(param: Any, whole: torch.Tensor) -> torch.Tensor:
 
 def run_before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     """Call `hook(module, state_dict, prefix, local_metadata, ...)` first when a module loads."""
-    module._register_load_state_dict_pre_hook(hook, with_module=True)
-    module._load_state_dict_pre_hooks.move_to_end(
-        next(reversed(module._load_state_dict_pre_hooks)), last=False
-    )
+    register: Any = module._register_load_state_dict_pre_hook
+    register(hook, with_module=True)
+    hooks = cast("OrderedDict[int, Any]", module._load_state_dict_pre_hooks)
+    hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
 _ASSIGNED: Any = WeakTensorKeyDictionary()
@@ -513,7 +514,7 @@ def assign_data(parameter: nn.Parameter, take: Callable[[torch.Tensor], None]) -
         else:
             found(value)
 
-    DTensor.data = property(plain.__get__, assign)  # type: ignore[assignment, method-assign]
+    DTensor.data = property(plain.__get__, assign)  # type: ignore[assignment]
 
 
 def register_extra_outputs(unit: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
@@ -925,6 +926,20 @@ def gathered_storages(unit: nn.Module) -> list[torch.UntypedStorage]:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor, or one that shares its memory, was written to in place."""
     return tensor._version
+
+
+def pause_resets(param: Any) -> Callable[[], None]:
+    """Let FSDP2 not look, after a load_state_dict, for a shard in the module; return the undo."""
+    own = vars(param).get("reset_sharded_param")
+    param.reset_sharded_param = lambda: None
+
+    def undo() -> None:
+        if own is None:
+            del param.reset_sharded_param
+        else:
+            param.reset_sharded_param = own
+
+    return undo
 
 
 def settle_shard(param: Any) -> None:

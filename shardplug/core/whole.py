@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from shardplug.core._torch import (
     laid_out_like,
     local_tensor,
     own_rows,
+    pause_resets,
     places_of,
     run_before_loading,
     unit_groups,
@@ -134,6 +136,7 @@ class _Change:
         self._gathered: list[Any] = []
         self._before: list[torch.Tensor] = []
         self._shown: dict[Any, nn.Parameter] = {}
+        self._undo: list[Callable[[], None]] = []
 
     def show(self) -> None:
         """Put whole master weights into the modules. Collective."""
@@ -145,6 +148,7 @@ class _Change:
             whole = _gather_master(param, self._mesh)
             shown = nn.Parameter(whole, requires_grad=param.sharded_param.requires_grad)
             self._shown[param] = shown
+            self._undo.append(pause_resets(param))
             for module, name in places_of(param):
                 module._parameters[name] = shown
         self._part.writes.set_modified(self._params)
@@ -217,6 +221,8 @@ class _Change:
             for module, name in places_of(param):
                 module._parameters[name] = param.sharded_param
         self._shown.clear()
+        while self._undo:
+            self._undo.pop()()
         self._part.writes.set_modified(())
         for group in self._gathered:
             group.unshard()
@@ -275,7 +281,7 @@ def take_whole_tensors(
     by_module: dict[nn.Module, dict[str, tuple[Any, Any]]] = {}
     for _, group in unit_groups(model):
         for param in group.fsdp_params:
-            assign_data(param.sharded_param, functools.partial(_assign, param, group))
+            assign_data(param.sharded_param, functools.partial(_assign, weakref.ref(param)))
             for module, name in places_of(param):
                 by_module.setdefault(module, {})[name] = (param, group)
     for module, params in by_module.items():
@@ -283,7 +289,10 @@ def take_whole_tensors(
 
 
 @torch.no_grad()
-def _assign(param: Any, group: Any, value: torch.Tensor) -> None:
+def _assign(known: weakref.ref[Any], value: torch.Tensor) -> None:
+    param = known()  # weak: what is kept by parameter must not keep the parameter
+    if param is None:
+        raise ModelError("Expected a parameter of a sharded model that is still there.")
     expected = param.sharded_param
     if value.shape != expected.shape or value.dtype != expected.dtype:
         raise ModelError(

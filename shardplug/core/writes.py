@@ -200,7 +200,7 @@ class GatheredWrites:
 
     # ---------------------------------------------------------------- gathered() to read
 
-    def watch(self, units: Sequence[nn.Module]) -> dict[Any, Fingerprint]:
+    def watch(self, units: Sequence[Any]) -> dict[Any, Fingerprint]:
         """Remember the gathered copies of units, for `written`."""
         return {
             param: fingerprint(local_tensor(whole))
@@ -280,8 +280,8 @@ def merge_rows(rows: torch.Tensor, shard: torch.Tensor) -> None:
         rows: Contiguous, in the dtype that the parameter was gathered in.
         shard: Of the same shape, contiguous, in the dtype of the master weights.
     """
-    shard_parts = shard.detach().view(-1).split(_CHUNK)
-    for new, old in zip(rows.view(-1).split(_CHUNK), shard_parts, strict=True):
+    parts = (torch.split(t.detach().view(-1), _CHUNK) for t in (rows, shard))
+    for new, old in zip(*parts, strict=True):
         if new.dtype == old.dtype:
             if not new.is_cpu or not same_bits(new, old):
                 old.copy_(new)
@@ -301,5 +301,6 @@ def _merge_on_device(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         old = torch.cat([shard.detach().reshape(-1) for _, shard in some])
         merged = torch.where(new != old.to(low), new.to(high), old)
         targets = [shard.detach().view(-1) for _, shard in some]
-        for target, part in zip(targets, merged.split([t.numel() for t in targets]), strict=True):
+        parts = torch.split(merged, [t.numel() for t in targets])
+        for target, part in zip(targets, parts, strict=True):
             target.copy_(part)

@@ -9,8 +9,8 @@ import torch
 
 from shardplug.core._torch import multiply_all
 from shardplug.core.tier_tensor import TierTensor
-from shardplug.params.pieces import Pieces, PiecewiseHolder, Reading, elements
 from shardplug.errors import StorageError
+from shardplug.params.pieces import Pieces, PiecewiseHolder, Reading, elements
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.protocol import Region
 
