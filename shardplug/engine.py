@@ -702,7 +702,8 @@ class ZeroEngine:
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._control)
         if error is None and int(ends[0]) != -int(ends[1]):
             error = ConfigError(f"Expected the same src on every rank, got {src} on this one.")
-        self._agree("gathered(modify=True)", error, ConfigError)
+        kind = ConfigError if error is None else type(error)
+        self._agree("gathered(modify=True)", error, kind)
         changed = [
             ModifiedPart(sharded.model, part, sharded.replicated, sharded.calls.writes)
             for sharded, part in parts

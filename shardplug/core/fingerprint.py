@@ -39,8 +39,11 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
 
 def changed_since(tensor: torch.Tensor, before: Fingerprint) -> torch.Tensor:
     """Return whether a tensor has changed since its fingerprint was taken, () of bool."""
+    now = fingerprint(tensor)
+    if [t.shape for t in now] != [t.shape for t in before]:  # in other memory, which begins elsewhere
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
     found = torch.zeros((), dtype=torch.bool, device=tensor.device)
-    for one, other in zip(fingerprint(tensor), before, strict=True):
+    for one, other in zip(now, before, strict=True):
         if one.numel():
             found = found | ((one != other) & ~((one != one) & (other != other))).any()
     return found

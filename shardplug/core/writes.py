@@ -111,7 +111,7 @@ class GatheredWrites:
             if resting is not None:
                 now.changes = resting.changes
             elif long_lived:
-                now.shard = now.rows if whole.dtype == shard.dtype else fingerprint(shard)
+                now.shard = fingerprint(shard)
             self._at_gather[param] = now
 
     @torch.no_grad()
