@@ -247,7 +247,7 @@ class ZeroEngine:
         _torch.settle_root(model)
         calls = self._sharded[-1].calls
         calls.note_layouts()
-        take_whole_tensors(model, calls.writes, lambda: calls.holds)
+        take_whole_tensors(model, self._sharded[-1].replicated, calls.writes, lambda: calls.holds)
         renormalise_together(model, lambda: calls.holds)
 
     def forget(self, model: nn.Module) -> None:

@@ -267,7 +267,10 @@ def put_rows(param: Any, rows: torch.Tensor) -> bool:
 
 
 def take_whole_tensors(
-    model: nn.Module, writes: GatheredWrites, is_held: Callable[[], bool]
+    model: nn.Module,
+    replicated: Sequence[nn.Parameter],
+    writes: GatheredWrites,
+    is_held: Callable[[], bool],
 ) -> None:
     """Let `load_state_dict` and `parameter.data = tensor` take whole tensors.
 
@@ -275,6 +278,7 @@ def take_whole_tensors(
 
     Args:
         model: The sharded model.
+        replicated: Its parameters that every rank holds whole.
         writes: Of the model.
         is_held: Whether parameters are held whole to be read, where nothing can be loaded.
     """
@@ -284,6 +288,11 @@ def take_whole_tensors(
             assign_data(param.sharded_param, functools.partial(_assign, weakref.ref(param)))
             for module, name in places_of(param):
                 by_module.setdefault(module, {})[name] = (param, group)
+    whole = {id(parameter) for parameter in replicated}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in whole:
+                by_module.setdefault(module, {})[name] = (parameter, None)
     for module, params in by_module.items():
         run_before_loading(module, functools.partial(_before_loading, params, writes, is_held))
 
@@ -332,6 +341,10 @@ def _before_loading(
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for name, (param, group) in params.items():
         value = state_dict.get(prefix + name)
+        if group is None:
+            if assign and isinstance(value, torch.Tensor) and value.shape == param.shape:
+                state_dict[prefix + name] = param.copy_(value)  # it stays, as the others do
+            continue
         if value is None or writes.is_modified(param):
             continue  # whole at the moment: torch loads it
         forget_gather(group)

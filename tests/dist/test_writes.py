@@ -473,10 +473,10 @@ def _loaded(folder: str) -> None:
                 pair.compare()
             model.blocks[0].load_state_dict(reference.blocks[2].state_dict())
             reference.blocks[0].load_state_dict(reference.blocks[2].state_dict())
-            shards = {name: p.detach() * 2 for name, p in model.state_dict().items()}
+            shards = {name: p.detach() * 0.5 for name, p in model.state_dict().items()}
             model.load_state_dict(shards, assign=tier == {})
             for parameter in reference.parameters():
-                parameter.data = parameter.data * 2
+                parameter.data = parameter.data * 0.5
             model.out.weight.data = torch.full((3, 7), 0.3)  # at rest
             reference.out.weight.data = torch.full((3, 7), 0.3)
             model.out.bias.data = model.out.bias.data + 1
