@@ -40,9 +40,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
 def changed_since(tensor: torch.Tensor, before: Fingerprint) -> torch.Tensor:
     """Return whether a tensor has changed since its fingerprint was taken, () of bool."""
     now = fingerprint(tensor)
-    if [t.shape for t in now] != [
-        t.shape for t in before
-    ]:  # in other memory
+    if [t.shape for t in now] != [t.shape for t in before]:  # in other memory
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     found = torch.zeros((), dtype=torch.bool, device=tensor.device)
     for one, other in zip(now, before, strict=True):

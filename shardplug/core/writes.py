@@ -219,8 +219,7 @@ class GatheredWrites:
             if param not in self._at_gather:
                 continue  # dropped meanwhile, with what was written
             changed = _misplaced(param, whole) or (
-                whole.shape != gathered_memory(param).shape
-                or bool(changed_since(whole.detach().contiguous(), before))
+                bool(changed_since(whole.detach().contiguous(), before))
             )
             if changed:
                 self._dropped.add(param)
@@ -243,13 +242,18 @@ def _misplaced(param: Any, whole: nn.Parameter) -> str | None:
         now = module._parameters.get(name)
         if now is not whole and now is not param.sharded_param:
             return "was replaced by another parameter while it was gathered"
-    expected = gathered_memory(param)
-    if whole.shape != expected.shape or whole.dtype != expected.dtype:
+    if _misshapen(param, whole):
+        shape, dtype = param.sharded_param.shape, param.all_gather_outputs[0].dtype
         return (
             f"was given data of shape {tuple(whole.shape)} and {whole.dtype} while it was "
-            f"gathered, in place of {tuple(expected.shape)} and {expected.dtype}"
+            f"gathered, in place of {tuple(shape)} and {dtype}"
         )
     return None
+
+
+def _misshapen(param: Any, whole: nn.Parameter) -> bool:
+    memory = param.all_gather_outputs[0]
+    return whole.shape != param.sharded_param.shape or whole.dtype != memory.dtype
 
 
 def _rows_of(param: Any, whole: nn.Parameter) -> torch.Tensor:
@@ -259,9 +263,8 @@ def _rows_of(param: Any, whole: nn.Parameter) -> torch.Tensor:
 
 def _put_memory_back(param: Any, whole: nn.Parameter) -> None:
     """Let the next gather be seen, after `parameter.data = tensor` on a gathered one."""
-    memory = gathered_memory(param)
-    if whole.data_ptr() != memory.data_ptr() or whole.shape != memory.shape:
-        whole.data = memory
+    if whole.data_ptr() != param.all_gather_outputs[0].data_ptr() or _misshapen(param, whole):
+        whole.data = gathered_memory(param)
 
 
 def _raise(problems: list[str]) -> None:
@@ -280,12 +283,12 @@ def merge_rows(rows: torch.Tensor, shard: torch.Tensor) -> None:
         rows: Contiguous, in the dtype that the parameter was gathered in.
         shard: Of the same shape, contiguous, in the dtype of the master weights.
     """
+    if rows.dtype == shard.dtype:
+        if not rows.is_cpu or not same_bits(rows, shard):
+            shard.copy_(rows)
+        return
     parts = (torch.split(t.detach().view(-1), _CHUNK) for t in (rows, shard))
     for new, old in zip(*parts, strict=True):
-        if new.dtype == old.dtype:
-            if not new.is_cpu or not same_bits(new, old):
-                old.copy_(new)
-            continue
         low = old.to(new.dtype)
         if not new.is_cpu or not same_bits(new, low):
             old.copy_(torch.where(new != low, new.to(old.dtype), old))
