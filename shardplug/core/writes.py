@@ -252,8 +252,8 @@ def _misplaced(param: Any, whole: nn.Parameter) -> str | None:
 
 
 def _misshapen(param: Any, whole: nn.Parameter) -> bool:
-    memory = param.all_gather_outputs[0]
-    return whole.shape != param.sharded_param.shape or whole.dtype != memory.dtype
+    shape, dtype = param.sharded_param.shape, param.all_gather_outputs[0].dtype
+    return bool(whole.shape != shape or whole.dtype != dtype)
 
 
 def _rows_of(param: Any, whole: nn.Parameter) -> torch.Tensor:
