@@ -13,8 +13,8 @@ __all__ = ["Fingerprint", "changed_since", "fingerprint", "same_bits"]
 Fingerprint = tuple[torch.Tensor, ...]
 """Sums of a tensor's bits by blocks and by places in a block, and the bits at its two ends."""
 
-_WIDTH = 64
-"""64-bit words in a block; the fingerprint is as large as 1/64 of the tensor."""
+_WIDTH = 256
+"""64-bit words in a block: a fingerprint has about 1/256 of the tensor's bytes."""
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
