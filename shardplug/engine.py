@@ -30,7 +30,9 @@ from shardplug.core.checkpointing import checkpoint_activations
 from shardplug.core.generation import generate_in_step
 from shardplug.core.gradient_hooks import HooksBefore
 from shardplug.core.host_copies import copies_for
+from shardplug.core.late import UntrainedParameters
 from shardplug.core.layer_drop import drop_same_layers
+from shardplug.core.max_norm import renormalise_together
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.origin import note_source_dtypes
 from shardplug.core.outside_use import refuse_mixed_use
@@ -42,8 +44,16 @@ from shardplug.core.shard import refuse_unshardable, shard_model
 from shardplug.core.stage import STAGES
 from shardplug.core.threads import warn_of_cores
 from shardplug.core.units import plan_units
+from shardplug.core.whole import ModifiedPart, modify_whole, take_whole_tensors
 from shardplug.core.whole_parameters import hold_whole, traced
-from shardplug.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ScheduleError
+from shardplug.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    OptimizerError,
+    ScheduleError,
+    ShardplugError,
+)
 from shardplug.memory.oom_watch import OomWatch, explain_step
 from shardplug.memory.preflight import announce_state
 from shardplug.optim import (
@@ -143,6 +153,7 @@ class ZeroEngine:
         self._sharded: list[_Sharded] = []
         self._num_sharded = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._untrained = UntrainedParameters()
         self._binding = Binding(self._all_resting_parameters, lambda: self.models)
         self._listeners: list[Callable[[str], None]] = []
         self._backward_ran = False
@@ -245,7 +256,10 @@ class ZeroEngine:
         self._schedule.attach(model)
         self._adopt(model, forward_methods, plan.blocks, hooks)
         _torch.settle_root(model)
-        self._sharded[-1].calls.note_layouts()
+        calls = self._sharded[-1].calls
+        calls.note_layouts()
+        take_whole_tensors(model, self._sharded[-1].replicated, calls.writes, lambda: calls.holds)
+        renormalise_together(model, lambda: calls.holds)
 
     def forget(self, model: nn.Module) -> None:
         """Stop keeping a sharded model, so that its memory goes when the caller drops it."""
@@ -363,6 +377,9 @@ class ZeroEngine:
         elif not step_on_shards(optimizer):
             names = {id(p): n for model in self.models for n, p in model.named_parameters()}
             try_on_copies(optimizer, names, self.device_mesh, self._control)
+        for name in ("train", "eval"):  # schedule-free optimizers exchange weights in them
+            if callable(getattr(optimizer, name, None)):
+                setattr(optimizer, name, self._at_rest(getattr(optimizer, name)))
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         settle_compiled_step(optimizer)
@@ -480,6 +497,32 @@ class ZeroEngine:
                 "optimizer.zero_grad()."
             )
 
+    def _at_rest(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a method that changes shards run when no gathered copies are left."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.reshard()
+            return method(*args, **kwargs)
+
+        return call
+
+    def _weights_may_change(self, optimizer: torch.optim.Optimizer) -> None:
+        """Get ready for a step: take over what was written to gathered copies, and drop them."""
+        self._require_boundary("optimizer.step()")
+        self._require_unmodified("optimizer.step()")
+        self.reshard()
+        for sharded in self._sharded:
+            sharded.calls.writes.raise_refused()
+        self._untrained.look(self.models, self._optimizers, optimizer)
+
+    def _require_unmodified(self, what: str) -> None:
+        if any(sharded.calls.writes.is_modifying for sharded in self._sharded):
+            raise ScheduleError(
+                f"Expected {what} outside of gathered(modify=True), whose changes count only at "
+                "its end. Leave the context first."
+            )
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -495,13 +538,13 @@ class ZeroEngine:
             self._streamed[optimizer].require_entered()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: optimizer
         if closure is None:
-            self._require_boundary("optimizer.step()")
+            self._weights_may_change(optimizer)
             return args, kwargs
 
         @functools.wraps(closure)
         def complete() -> Any:
             result = closure()
-            self._require_boundary("optimizer.step()")
+            self._weights_may_change(optimizer)
             return result
 
         if "closure" in kwargs:
@@ -617,12 +660,25 @@ class ZeroEngine:
     # ---------------------------------------------------------------- whole parameters
 
     @contextmanager
-    def gathered(self, model: nn.Module | None = None, *, grad: bool = False) -> Iterator[None]:
-        """Hold parameters whole on every rank, to be read. Collective to enter.
+    def gathered(
+        self,
+        model: nn.Module | None = None,
+        *,
+        modify: bool = False,
+        src: int | None = None,
+        grad: bool = False,
+    ) -> Iterator[None]:
+        """Hold parameters whole on every rank, to be read or changed. Collective.
 
-        Inside, gradients are off and forwards exchange nothing: many tokens cost one gather, and
-        ranks may run any number of forwards, or none. Writes to the parameters are lost. The model
-        has to fit on a device whole, in the dtype it computes in. Contexts may be nested.
+        To be read, parameters are held in the dtype that the model computes in. Gradients are off
+        and forwards exchange nothing: many tokens cost one gather, and ranks may run any number
+        of forwards, or none. Contexts may be nested. A write to a parameter is refused at the end.
+
+        With `modify` whole master weights (fp32 in mixed precision) stand in the modules of
+        `model`, and what they are at the end of the context is put into every rank's shards, in
+        memory and in tiers. The optimizer's state stays as it is. Shapes and dtypes may not
+        change, and no forward may run. An exception, on any rank, leaves the parameters of all
+        ranks as they were before the context.
 
         With `grad=True` losses may be made of the whole parameters (penalties, a gradient with
         respect to a layer's weight, a gradient of a gradient), with or without forwards inside.
@@ -634,41 +690,106 @@ class ZeroEngine:
         Args:
             model: One of the sharded models, or a module in one (an encoder, a language model);
                 None means all models.
-            grad: Record gradients.
+            modify: Whether parameters are changed.
+            src: With `modify`, the rank whose values count on all ranks. None means that every
+                rank makes the same changes: each keeps its own rows of what it has.
+            grad: Record gradients; not together with `modify`.
 
         Raises:
-            ModelError: When the engine did not shard the model.
-            ScheduleError: In a forward inside for which gradients were switched on again; with
-                `grad` for a context in one without, the other way round, and an optimizer step
-                inside.
+            ConfigError: When `src` is no rank, is not the same on every rank, or is given without
+                `modify`.
+            ModelError: When the engine did not shard the model; on every rank, when a parameter
+                was written to without `modify`, or has another shape or dtype with it.
+            ScheduleError: In a forward inside for which gradients were switched on again, and in
+                any forward inside with `modify`; for one kind of context inside another; for an
+                optimizer step inside with `grad`.
         """
         if traced.get():
             yield
             return
         parts = self._parts(model)
-        self._require_one_kind(grad)
+        self._require_one_kind(modify, grad)
         if grad:
             with hold_whole([(s.agreement.whole, part) for s, part in parts]):
                 self._meet("Gathering")
                 yield
             return
+        if modify or src is not None:
+            with self._modified(parts, modify, src):
+                yield
+            return
         held = [(sharded, sharded.calls.hold(part)) for sharded, part in parts]
         try:
             self._meet("Gathering")
+            watched = [(sharded, sharded.calls.writes.watch(units)) for sharded, units in held]
             with torch.no_grad():
                 yield
+            self._refuse_writes(watched)
         finally:
             for sharded, units in held:
                 sharded.calls.let_go(units)
 
-    def _require_one_kind(self, grad: bool) -> None:
-        if grad and any(sharded.calls.holds for sharded in self._sharded):
+    def _require_one_kind(self, modify: bool, grad: bool) -> None:
+        calls = [sharded.calls for sharded in self._sharded]
+        if grad and modify:
+            raise ConfigError("Expected gathered(grad=True) or gathered(modify=True), got both.")
+        elif grad and any(call.holds for call in calls):
             found = "gathered(), in which gradients are off"
+        elif grad and any(call.writes.is_modifying for call in calls):
+            found = "gathered(modify=True)"
         elif not grad and any(sharded.agreement.whole.is_open for sharded in self._sharded):
             found = "gathered(grad=True)"
         else:
             return
         raise ScheduleError(f"Expected gathered(grad={grad}) by itself, found it inside {found}.")
+
+    def _refuse_writes(self, watched: Sequence[Any]) -> None:
+        names: list[str] = []
+        for sharded, before in watched:
+            names += sharded.calls.writes.drop_written(before)
+        error = (
+            None
+            if not names
+            else ModelError(
+                f"Expected parameters that are only read in gathered(), but {', '.join(names[:4])} "
+                "changed; the changes are dropped. Use gathered(modify=True) to change weights."
+            )
+        )
+        self._agree("Reading parameters in gathered()", error, ModelError)
+
+    @contextmanager
+    def _modified(
+        self, parts: list[tuple[_Sharded, nn.Module]], modify: bool, src: int | None
+    ) -> Iterator[None]:
+        error: ShardplugError | None = None
+        if not modify or (src is not None and not 0 <= src < self.world_size):
+            error = ConfigError(
+                f"Expected src to be a rank below {self.world_size}, and modify=True with it, got "
+                f"src={src} and modify={modify}."
+            )
+        elif any(s.calls.holds or s.calls.writes.is_modifying for s, _ in parts):
+            error = ScheduleError(
+                "Expected gathered(modify=True) outside of any other gathered() of the same "
+                "model, found one within another."
+            )
+        ends = torch.tensor([-1 if src is None else src, 1 if src is None else -src])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._control)
+        if error is None and int(ends[0]) != -int(ends[1]):
+            error = ConfigError(f"Expected the same src on every rank, got {src} on this one.")
+        kind = ConfigError if error is None else type(error)
+        self._agree("gathered(modify=True)", error, kind)
+        changed = [
+            ModifiedPart(sharded.model, part, sharded.replicated, sharded.calls.writes)
+            for sharded, part in parts
+        ]
+        agree = functools.partial(self._agree, "Changing parameters in gathered(modify=True)")
+        with modify_whole(changed, self.device_mesh, src, agree):
+            yield
+
+    def _agree(self, doing: str, error: Exception | None, kind: type[ShardplugError]) -> None:
+        from shardplug.tiers.agree import raise_together
+
+        raise_together(error, kind, doing, self._control)
 
     def _parts(self, model: nn.Module | None) -> list[tuple[_Sharded, nn.Module]]:
         if model is None and self._sharded:
@@ -704,6 +825,7 @@ class ZeroEngine:
 
         model = self._one_model(model)
         gather(None, "full_state_dict()")  # a rank that calls alone learns it here
+        self._require_unmodified("full_state_dict()")
         self.reshard()
         return whole_state(model, keep=self.rank == 0 or not rank0_only)
 
@@ -880,6 +1002,7 @@ class ZeroEngine:
         """
         from shardplug.checkpoint import state_of_model, state_of_optimizer, together, write
 
+        self._require_unmodified("save()")
         if self._background is not None:
             self._background.wait()  # what was started first is published first
 
@@ -959,6 +1082,7 @@ class ZeroEngine:
         """
         from shardplug.checkpoint import Reader, together
 
+        self._require_unmodified("load()")
         reader = Reader(path, rename=rename)
         step = reader.manifest.get("step")
         other = {} if step is None else {"step": step}

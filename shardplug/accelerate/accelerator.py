@@ -229,23 +229,32 @@ class Accelerator(GradientMethods, SavingMethods):
         return model
 
     def gathered(
-        self, model: nn.Module | None = None, *, grad: bool = False
+        self,
+        model: nn.Module | None = None,
+        *,
+        modify: bool = False,
+        src: int | None = None,
+        grad: bool = False,
     ) -> AbstractContextManager[None]:
-        """Hold parameters whole, to generate or evaluate. Collective to enter.
+        """Hold parameters whole, to generate, evaluate or change them. Collective.
 
             with accelerator.gathered(model):
                 tokens = model.generate(prompts)
 
-        Ranks may generate texts of different lengths inside, or none.
+        Ranks may generate texts of different lengths inside, or none. With `modify` whole master
+        weights can be changed inside; at the end every rank's shards and tiers have the new values.
 
         Args:
             model: A prepared model, or a module in one; None means all that are prepared.
+            modify: Whether parameters are changed.
+            src: With `modify`, the rank whose values count on all ranks; None means that every
+                rank makes the same changes.
             grad: Record gradients, for losses that are made of the parameters.
 
         Returns:
             A context; see `ZeroEngine.gathered`.
         """
-        return self.engine.gathered(model, grad=grad)
+        return self.engine.gathered(model, modify=modify, src=src, grad=grad)
 
     def free_memory(self, *objects: Any) -> Any:
         """Drop the references to all prepared objects, as Accelerate does; waits for a save."""

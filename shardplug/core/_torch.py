@@ -39,6 +39,8 @@ __all__ = [
     "WeakTensorKeyDictionary",
     "after_gradient",
     "after_root_backward",
+    "around_gathers",
+    "assign_data",
     "announce_collectives",
     "attention_by_kernel",
     "before_state_dict",
@@ -49,7 +51,11 @@ __all__ = [
     "default_tcp_store",
     "drop_unreduced_gradients",
     "forwards_so_far",
+    "forget_gather",
     "fused_attention_on_cpu",
+    "gather_again_after",
+    "gathered_copy",
+    "gathered_memory",
     "gathered_storages",
     "gathered_units",
     "guard_partial_reads",
@@ -60,6 +66,7 @@ __all__ = [
     "init_fake_process_group",
     "is_read_of_value",
     "keep_shard_elsewhere",
+    "label_of",
     "laid_out_like",
     "layout_of_shard",
     "let_inputs_change",
@@ -70,6 +77,9 @@ __all__ = [
     "orthogonalise_whole_matrices",
     "own_groups",
     "persistent_buffers",
+    "own_rows",
+    "pause_resets",
+    "places_of",
     "refresh_dtypes",
     "register_extra_outputs",
     "replaced_parameters",
@@ -79,6 +89,7 @@ __all__ = [
     "reshard_own",
     "resting_layouts",
     "run_on_meta",
+    "run_before_loading",
     "save_tensors",
     "set_collectives",
     "set_replica_sum",
@@ -86,6 +97,7 @@ __all__ = [
     "settle_root",
     "settle_shard",
     "sharded_of_gathered",
+    "stays_gathered",
     "storage_bytes",
     "tracked_memory",
     "tree_leaves",
@@ -372,12 +384,17 @@ def reshard_all(root: nn.Module) -> None:
     optimizer has changed the shards: the unit would then compute with stale parameters.
     """
     for group in _param_groups(root):
-        if group._all_gather_result is not None:
-            work = group._all_gather_result.all_gather_work
-            if work is not None:
-                work.wait()
-            group._all_gather_result = None
-        group._to_sharded()
+        forget_gather(group)
+
+
+def forget_gather(group: Any) -> None:
+    """Drop one group's gathered copies, and a gather that was started ahead and never used."""
+    if group._all_gather_result is not None:
+        work = group._all_gather_result.all_gather_work
+        if work is not None:
+            work.wait()
+        group._all_gather_result = None
+    group._to_sharded()
 
 
 def forwards_so_far(root: nn.Module) -> Callable[[], None]:
@@ -416,6 +433,117 @@ def set_gather_ahead(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module._set_unshard_async_op(True)
+
+
+def around_gathers(
+    group: Any,
+    before: Callable[[], None],
+    gathered: Callable[[], None],
+    dropping: Callable[[], Callable[[], None]],
+) -> None:
+    """Follow when the parameters of one FSDP2 group are whole.
+
+    Args:
+        group: The group.
+        before: Called before its parameters are gathered.
+        gathered: Called when they are whole.
+        dropping: Called before the whole copies are dropped; what it returns is called after.
+    """
+    group.unshard = functools.partial(_after, before, group.unshard)
+    group._to_unsharded = functools.partial(_both, group._to_unsharded, gathered)
+    group._to_sharded = functools.partial(_dropping, group, group._to_sharded, dropping)
+
+
+def _after(before: Callable[[], None], action: Callable[..., None], *args: Any, **kw: Any) -> None:
+    before()
+    action(*args, **kw)
+
+
+def _dropping(
+    group: Any, drop: Callable[[], None], dropping: Callable[[], Callable[[], None]]
+) -> None:
+    if not group.is_unsharded:
+        drop()
+        return
+    after = dropping()
+    drop()
+    after()
+
+
+def stays_gathered(group: Any) -> bool:
+    """Whether a group stays gathered after a forward, so that other code runs meanwhile."""
+    return not group._reshard_after_forward
+
+
+def gather_again_after(group: Any) -> None:
+    """Let the next gather of a group wait for what the device has been told to do so far."""
+    event = group.device_handle.Event()
+    event.record()
+    group._reshard_after_forward_event = event
+
+
+def label_of(param: Any) -> str:
+    """Return the name of one of FSDP2's parameters."""
+    return _label(param)
+
+
+def places_of(param: Any) -> list[tuple[nn.Module, str]]:
+    """Return the modules, and the names in them, that one of FSDP2's parameters stands in."""
+    info = param._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
+
+
+def gathered_copy(param: Any) -> nn.Parameter | None:
+    """Return the parameter that stands in the module while it is gathered; None before that."""
+    whole: nn.Parameter | None = getattr(param, "_unsharded_param", None)
+    return whole
+
+
+def gathered_memory(param: Any) -> torch.Tensor:
+    """Return the memory that gathers fill, in the parameter's shape."""
+    return torch.as_strided(
+        param.all_gather_outputs[0], param._orig_size, param._contiguous_orig_stride
+    )
+
+
+def own_rows(param: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a tensor of the parameter's whole shape; a view."""
+    length = param.sharded_size[0]
+    start = param.padded_sharded_param_size[0] * param.mesh_info.shard_mesh_rank
+    return whole.narrow(0, start if length else 0, length)
+
+
+def run_before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Call `hook(module, state_dict, prefix, local_metadata, ...)` first when a module loads."""
+    register: Any = module._register_load_state_dict_pre_hook
+    register(hook, with_module=True)
+    hooks = cast("OrderedDict[int, Any]", module._load_state_dict_pre_hooks)
+    hooks.move_to_end(next(reversed(hooks)), last=False)
+
+
+_ASSIGNED: Any = WeakTensorKeyDictionary()
+"""What takes over a tensor that is assigned to `parameter.data`, by sharded parameter."""
+
+
+def assign_data(parameter: nn.Parameter, take: Callable[[torch.Tensor], None]) -> None:
+    """Let `parameter.data = tensor` call `take(tensor)`.
+
+    torch would exchange what a DTensor seems to be, and leave its local part as it was.
+    """
+    _ASSIGNED[parameter] = take
+    if "data" in vars(DTensor):
+        return
+    plain: Any = torch.Tensor.data
+
+    def assign(self: DTensor, value: torch.Tensor) -> None:
+        found = _ASSIGNED.get(self)
+        if found is None:
+            plain.__set__(self, value)
+        else:
+            found(value)
+
+    DTensor.data = property(plain.__get__, assign)  # type: ignore[assignment]
 
 
 def register_extra_outputs(unit: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
@@ -1080,6 +1208,20 @@ def gathered_storages(unit: nn.Module) -> list[torch.UntypedStorage]:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor, or one that shares its memory, was written to in place."""
     return tensor._version
+
+
+def pause_resets(param: Any) -> Callable[[], None]:
+    """Let FSDP2 not look, after a load_state_dict, for a shard in the module; return the undo."""
+    own = vars(param).get("reset_sharded_param")
+    param.reset_sharded_param = lambda: None
+
+    def undo() -> None:
+        if own is None:
+            del param.reset_sharded_param
+        else:
+            param.reset_sharded_param = own
+
+    return undo
 
 
 def settle_shard(param: Any) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardplug.core import _torch
 from shardplug.core.gradient_hooks import GradientHooks, HooksBefore
+from shardplug.core.late import LateParameters
 from shardplug.core.order import Order
 from shardplug.core.peer import InFlight, PeerGather, PeerReduce, ReplicaSum
 from shardplug.core.shared_buffers import SharedBuffers
@@ -90,6 +91,7 @@ class Agreement:
         self._world_size = dist.get_world_size(group)
         self._parameters = _torch.managed_parameters(root)
         self._replicated = [p for p in replicated if p.is_floating_point() or p.is_complex()]
+        self._late = LateParameters(root, replicated)
         self._watch = _torch.BackwardWatch(root, on_backward)
         self._on_backward = on_backward
         self._hooks = GradientHooks(
@@ -138,7 +140,8 @@ class Agreement:
         """Look at the parameters before the window's first backward.
 
         Raises:
-            ModelError: When a parameter was replaced, or unfrozen in a low dtype, after sharding.
+            ModelError: When a parameter was added, replaced, or unfrozen in a low dtype, after
+                sharding.
         """
         if not self._watch.ran:
             if replaced := _torch.replaced_parameters(self._root):
@@ -146,6 +149,7 @@ class Agreement:
                     f"Expected {', '.join(replaced[:4])} to be the parameter that was sharded, but "
                     "it was replaced. Tie, replace or resize weights before engine.shard(model)."
                 )
+            self._late.require_none()
             if lacking := _torch.refresh_dtypes(self._root):
                 raise ModelError(
                     f"Expected {', '.join(lacking[:4])} to stay frozen: frozen when the model was "

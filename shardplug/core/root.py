@@ -25,6 +25,7 @@ from shardplug.core._torch import (
 )
 from shardplug.core.hooks import outside_of_graphs
 from shardplug.core.stage import Stage
+from shardplug.core.writes import GatheredWrites
 from shardplug.errors import ModelError, ScheduleError
 
 __all__ = ["KeptOutputs", "RootCalls", "refuse_state_dict"]
@@ -90,6 +91,8 @@ class RootCalls:
         root.register_forward_hook(outside_of_graphs(lambda *_: self._leave()), always_call=True)
         for name in methods:
             setattr(root, name, self._followed(name, getattr(root, name)))
+        self.writes = GatheredWrites(root)
+        """What keeps writes to gathered parameters."""
 
     def _followed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -159,7 +162,7 @@ class RootCalls:
 
     @property
     def holds(self) -> bool:
-        """Whether anything is held whole."""
+        """Whether parameters are held whole."""
         return bool(self._held)
 
     def is_held(self, part: nn.Module) -> bool:
@@ -213,6 +216,8 @@ class RootCalls:
                 self._on_enter()
                 self._on_call(method, args, kwargs)
             else:
+                if not self._held:  # a gathered copy may be older than its shard
+                    reshard_all(self._root)
                 self._begin_evaluation()
 
     def _require_unconverted(self) -> None:

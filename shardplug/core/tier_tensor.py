@@ -96,6 +96,8 @@ class TierTensor(TensorWithoutMemory):
     """
 
     holder: Holder
+    changes: int = 0
+    """How often the values were replaced so far, where that is counted."""
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
@@ -153,6 +155,21 @@ class TierTensor(TensorWithoutMemory):
         dtype = torch.complex128 if values.is_complex() else torch.float64
         norm: torch.Tensor = torch.linalg.vector_norm(values, norm_type, dtype=dtype)
         return norm
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Replace the elements that are not `rows`, cast to its dtype.
+
+        Args:
+            rows: Of this tensor's shape; may have a lower dtype, which the other elements do not
+                lose precision to.
+
+        Raises:
+            StorageError: When they cannot be read or written.
+        """
+        values = self.holder.read()
+        rows = rows.view(self.shape)
+        changed = rows != values.to(rows.dtype)
+        self.holder.write(torch.where(changed, rows.to(values.dtype), values))
 
     def change_in_place(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Carry out an operation that changes this tensor without reading it.

@@ -66,23 +66,32 @@ class World:
         return self._engine
 
     def gathered(
-        self, module: nn.Module | None = None, *, grad: bool = False
+        self,
+        module: nn.Module | None = None,
+        *,
+        modify: bool = False,
+        src: int | None = None,
+        grad: bool = False,
     ) -> AbstractContextManager[None]:
-        """Hold parameters whole, to generate or evaluate. Collective to enter.
+        """Hold parameters whole, to generate, evaluate or change them. Collective.
 
             with self.trainer.strategy.gathered(self.language_model):  # fabric.strategy in Fabric
                 tokens = self.language_model.generate(prompts)
 
-        Ranks may generate texts of different lengths inside, or none.
+        Ranks may generate texts of different lengths inside, or none. With `modify` whole master
+        weights can be changed inside; at the end every rank's shards and tiers have the new values.
 
         Args:
             module: The module, or one in it; None means all that is sharded.
+            modify: Whether parameters are changed.
+            src: With `modify`, the rank whose values count on all ranks; None means that every
+                rank makes the same changes.
             grad: Record gradients, for losses that are made of the parameters.
 
         Returns:
             A context; see `ZeroEngine.gathered`.
         """
-        return self.engine.gathered(module, grad=grad)
+        return self.engine.gathered(module, modify=modify, src=src, grad=grad)
 
     @property
     def root_device(self) -> torch.device:

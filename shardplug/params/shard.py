@@ -9,6 +9,7 @@ import torch
 
 from shardplug.core._torch import multiply_all
 from shardplug.core.tier_tensor import TierTensor
+from shardplug.errors import StorageError
 from shardplug.params.pieces import Pieces, PiecewiseHolder, Reading, elements
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.protocol import Region
@@ -159,6 +160,10 @@ class ShardHolder(PiecewiseHolder):
         self.has_copy = False
         self.gather: Callable[[], torch.Tensor] = lambda: self.begin_gather().wait().to(device)
         self.on_change: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[StorageError], None] | None = None
+        """Told what fails in the middle of a forward or backward, to be raised on every rank."""
+        self.num_changes = 0
+        """How often the weights were replaced."""
         self.padded_shape = padded_shape
 
     def make_trainable(self) -> None:
@@ -196,6 +201,7 @@ class ShardHolder(PiecewiseHolder):
         super().write_rows(first, values)
 
     def _changed(self) -> None:
+        self.num_changes += 1
         self.on_change()  # what was read ahead is old
         self.has_copy = False
 
@@ -228,6 +234,7 @@ class ShardHolder(PiecewiseHolder):
     def commit(self) -> None:
         """Make the new weights the weights; all pieces were written."""
         self.master, self.gradient.places = self.gradient.places, self.master
+        self.num_changes += 1
         self.has_copy = bool(self.copies)
 
     def take_back(self) -> None:
@@ -239,6 +246,20 @@ class ShardTensor(TierTensor):
     """The local part of a sharded parameter, gathered by FSDP2 through its extension hooks."""
 
     holder: ShardHolder
+
+    @property
+    def changes(self) -> int:  # type: ignore[override]
+        """How often the values were replaced so far."""
+        return self.holder.num_changes
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Replace the elements that are not `rows`; a failure is raised later, on every rank."""
+        try:
+            super().keep_rows(rows)
+        except StorageError as error:
+            if self.holder.on_failure is None:
+                raise
+            self.holder.on_failure(error)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any

@@ -82,6 +82,7 @@ class ParameterTier:
         holder.write(local)
         holder.gather = functools.partial(self._gather, holder)
         holder.on_change = lambda: self._ahead.drop(holder.unit)
+        holder.on_failure = self._note_failure
         _torch.keep_shard_elsewhere(param, ShardTensor(holder))
         if parameter.is_floating_point():
             _torch.after_gradient(parameter, functools.partial(self._gradient_arrives, holder))
@@ -109,6 +110,9 @@ class ParameterTier:
             self._failure = self._failure or error
         tensor = GradientTensor(holder.gradient)
         parameter.grad = _torch.laid_out_like(tensor, parameter)
+
+    def _note_failure(self, error: StorageError) -> None:
+        self._failure = self._failure or error
 
     def raise_failure(self, doing: str) -> None:
         """Raise on every rank what has failed on one since the last call. Collective.
