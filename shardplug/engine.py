@@ -713,6 +713,7 @@ class ZeroEngine:
             with hold_whole([(s.agreement.whole, part) for s, part in parts]):
                 self._meet("Gathering")
                 yield
+                self._refuse_writes(n for s, _ in parts for n in s.agreement.whole.written())
             return
         if modify or src is not None:
             with self._modified(parts, modify, src):
@@ -724,7 +725,9 @@ class ZeroEngine:
             watched = [(sharded, sharded.calls.writes.watch(units)) for sharded, units in held]
             with torch.no_grad():
                 yield
-            self._refuse_writes(watched)
+            self._refuse_writes(
+                name for s, before in watched for name in s.calls.writes.drop_written(before)
+            )
         finally:
             for sharded, units in held:
                 sharded.calls.let_go(units)
@@ -743,10 +746,8 @@ class ZeroEngine:
             return
         raise ScheduleError(f"Expected gathered(grad={grad}) by itself, found it inside {found}.")
 
-    def _refuse_writes(self, watched: Sequence[Any]) -> None:
-        names: list[str] = []
-        for sharded, before in watched:
-            names += sharded.calls.writes.drop_written(before)
+    def _refuse_writes(self, written: Iterable[str]) -> None:
+        names = list(written)
         error = (
             None
             if not names

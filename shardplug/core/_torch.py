@@ -1362,11 +1362,6 @@ def default_tcp_store() -> Any | None:
 # ---------------------------------------------------------------- whole parameters with gradients
 
 
-def name_of_parameter(param: Any) -> str:
-    """Return the qualified name of one of FSDP2's parameters."""
-    return _label(param)
-
-
 def owns_any(group: Any, modules: set[nn.Module]) -> bool:
     """Whether a parameter group has a parameter that stands on one of `modules`."""
     return any(

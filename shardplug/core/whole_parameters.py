@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardplug.core import _torch
+from shardplug.core.fingerprint import Fingerprint, changed_since, fingerprint
 from shardplug.core.root import refuse_state_dict
 
 __all__ = ["WholeParameters", "hold_whole", "is_whole", "traced"]
@@ -58,6 +59,7 @@ class WholeParameters:
         self._watch = watch
         self._open: Counter[Any] = Counter()
         self._copies: dict[Any, list[tuple[Any, nn.Parameter]]] = {}
+        self._opened: dict[Any, Fingerprint] = {}
         self._no_state_dict: dict[Any, RemovableHandle] = {}
         self._arrived: dict[int, tuple[Any, Any, torch.Tensor]] = {}
         self._in_call: nn.Module | None = None
@@ -87,6 +89,9 @@ class WholeParameters:
                     (param, self._copy(group, param, values))
                     for param, values in _torch.whole_values(group)
                 ]
+                self._opened.update(
+                    (param, fingerprint(copy)) for param, copy in self._copies[group]
+                )
                 unit = group.modules[0]
                 _whole.add(unit)
                 self._no_state_dict[group] = _torch.before_state_dict(unit, refuse_state_dict)
@@ -108,7 +113,16 @@ class WholeParameters:
             _whole.discard(group.modules[0])
             self._no_state_dict.pop(group).remove()
             for param, _ in self._copies.pop(group):
+                del self._opened[param]
                 _torch.step_back(param)
+
+    def written(self) -> list[str]:
+        """Return the names of the copies that were changed: their values go nowhere."""
+        return [
+            _torch.label_of(param)
+            for param, copy in self._all_copies()
+            if changed_since(copy.detach(), self._opened[param])
+        ]
 
     def reset(self) -> None:
         """Forget gradients that have not been reduced."""

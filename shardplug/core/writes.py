@@ -15,6 +15,7 @@ from shardplug.core._torch import (
     gather_again_after,
     gathered_copy,
     gathered_memory,
+    is_stood_in,
     label_of,
     local_tensor,
     own_groups,
@@ -238,7 +239,7 @@ def renormalises(module: nn.Module) -> bool:
 
 def _misplaced(param: Any, whole: nn.Parameter) -> str | None:
     """Say what is wrong with what stands in the modules for a gathered parameter."""
-    for module, name in places_of(param):
+    for module, name in () if is_stood_in(param) else places_of(param):
         now = module._parameters.get(name)
         if now is not whole and now is not param.sharded_param:
             return "was replaced by another parameter while it was gathered"
