@@ -102,12 +102,12 @@ class _SameDraws(TorchFunctionMode):
                 "differ between ranks. Set its layerdrop to 0."
             )
         self._entered += 1
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, *_: Any) -> None:
         if self._entered:
             self._entered -= 1
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _rate_names(code: CodeType) -> list[str]:

@@ -104,7 +104,8 @@ def _origins(tensor: Any) -> Iterator[str]:
         return
     if tensor in _names:
         yield _names[tensor]
-    pending, seen = [tensor.grad_fn], set()
+    pending: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop()
         if node is None or node in seen:

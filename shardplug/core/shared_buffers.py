@@ -98,7 +98,7 @@ def _broadcast(
     parts = [(buffer.data, _as_bytes(buffer)) for buffer in buffers]
     padded = [-(-part.numel() // _ALIGNMENT) * _ALIGNMENT for _, part in parts]
     flat = torch.zeros(sum(padded), dtype=torch.uint8, device=device)
-    pieces = flat.split(padded)
+    pieces = torch.split(flat, padded)
     for (_, part), piece in zip(parts, pieces, strict=True):
         piece[: part.numel()].copy_(part)
     if device.type == "cpu":

@@ -168,6 +168,7 @@ def _mesh_of_own(mesh: DeviceMesh) -> DeviceMesh:
         own = group if dist.get_rank() in ranks else own
     dist.barrier(group=own)  # no rank may close it before all have connected
     # A name of its own: DTensor's caches take meshes of equal ranks and names for one another.
+    assert isinstance(own, dist.ProcessGroup)
     return DeviceMesh.from_group(own, "cpu", mesh_dim_names=(f"trial_{next(_NUMBERS)}",))
 
 
@@ -208,7 +209,7 @@ def _compare(
     draws = torch.Generator().manual_seed(0)
     starts = [_values(kind, draws) for kind in kinds]
     gradients = [[_values(kind, draws) for kind in kinds] for _ in range(_STEPS)]
-    watch, closure = _Watch(), False
+    watch, closure = _Watch(), False  # type: ignore[no-untyped-call]
     try:
         with watch:
             whole = _run(optimizer, kinds, starts, gradients, None, closure=False)
@@ -234,7 +235,7 @@ def _compare(
         return f"it raised {type(error).__name__}: {_first_line(error)}"
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether values are computed in 16 bits."""
 
     tolerance = _TOLERANCE
