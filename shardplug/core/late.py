@@ -97,7 +97,8 @@ class UntrainedParameters:
         names = []
         for model in models:
             for name, parameter in model.named_parameters():
-                if not parameter.requires_grad or id(parameter) in owned | self._listed:
+                known = id(parameter) in owned or id(parameter) in self._listed
+                if known or not parameter.requires_grad:
                     continue
                 if parameter.grad is not None or looks > 1:
                     self._listed.add(id(parameter))
