@@ -83,10 +83,9 @@ def test_memory_that_malloc_keeps_is_given_back_first() -> None:
     assert first.lines[0] == "environment: MALLOC_MMAP_THRESHOLD_=131072"
     assert others and not any("MALLOC" in remedy.what for remedy in others)
     # Where that is not enough, it comes with another setting; and only where it is glibc's.
-    files = [c for c in planned.choices if (c.stage, c.offload_optimizer) == (1, "nvme")]
-    least = min(choice.device for choice in files)
-    assert least < 0.9 * size
-    room_for_it = int(1.1 * least)
+    least = min(c.device for c in planned.choices if c.stage == 3 and c.offload_optimizer == "none")
+    room_for_it = int((1 + RETURNED) * least) + 1
+    assert room_for_it < (1 + RETURNED) * size
     tighter = Room(room_for_it, error=RETURNED, outset=room_for_it, kept=KEPT, freed=size // 5)
     with_it = remedies(run, planned, tighter)
     assert (
