@@ -258,8 +258,10 @@ def _table(failure: OutOfMemory) -> Iterator[str]:
     if failure.besides is not None:
         yield (
             f"  besides the plan: {gib(failure.besides)} (the interpreter, libraries, collectives, "
-            "freed memory that is kept), which every setting below has to live with"
+            "and the like), which every setting below has to live with"
         )
+    if failure.used is not None and failure.used.kept:
+        yield f"  freed, and kept by the C allocator: {gib(failure.used.kept)}"
     for kind, size in failure.elsewhere.items():
         yield f"  elsewhere: {kind} {gib(size)}"
     if failure.running is not None:

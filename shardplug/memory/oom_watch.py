@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import sys
+import time
 import traceback
 import types
 import weakref
@@ -42,6 +43,7 @@ WARNING = "memory_limit_near.txt"
 
 _SEEN = "_shardplug_explained"
 _BALLAST = 48 * 2**20
+_WRITTEN_WITHIN = 60.0  # seconds
 _ERROR_ON_GPU = 0.03  # of the plan, beside the slack that it counts for the allocator
 _KEEPS = (
     "the C allocator keeps freed memory, up to as much again as a plan counts: with "
@@ -207,8 +209,10 @@ class OomWatch:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("x", encoding="utf-8")
-        except FileExistsError:
-            return  # another rank was first
+        except FileExistsError:  # another rank was first
+            if error is not None:
+                _wait_for(path)
+            return
         except OSError as failure:
             text = oom_report(self._facts(engine, error, limit))
             text += f"\n(The report could not be written to {path}: {failure})"
@@ -316,7 +320,7 @@ class OomWatch:
         failure.used = used_now(self._group, self._base, local)
         failure.total = books
         if failure.used is not None:
-            failure.total = max(books, failure.used.now - failure.used.base)
+            failure.total = max(books, failure.used.now - failure.used.kept - failure.used.base)
             failure.limit = failure.limit or failure.used.limit
         return None
 
@@ -327,10 +331,10 @@ class OomWatch:
             books = sum(failure.held.values())
             planned = failure.running is not None
             failure.besides = used.besides(books, failure.beyond_books) if planned else used.base
-            failure.total = max(books, used.now - failure.besides)
+            failure.total = max(books, used.now - used.kept - failure.besides)
 
     def _room(self, engine: WatchedEngine, failure: OutOfMemory, capacity: int | None) -> Room:
-        host, error, outset = None, _ERROR_ON_GPU, None
+        host, error, outset, freed = None, _ERROR_ON_GPU, None, 0
         if engine.device.type != "cpu":
             room, available = headroom(self._group), host_available()
             free = min(n for n in (room.free if room else None, available, 2**62) if n is not None)
@@ -341,12 +345,14 @@ class OomWatch:
             if used is not None and used.most is not None:
                 capacity = used.most - (failure.besides or used.base)
                 outset = used.most - used.base
+                freed = used.kept
         path = engine.config.nvme_path or os.environ.get("SHARDPLUG_NVME_PATH")
         refused = isinstance(failure.error, StorageError)
         most = capacity or failure.total or 1
         here = failure.planned_here
         if here is not None and failure.error is not None and not refused:
-            most = min(most, here.total)  # as the plan counts: that much was too much
+            # As the plan counts: that much was too much, beside what was freed and is kept.
+            most = min(most, here.total + freed)
         return Room(
             capacity=max(1, most),
             host=host,
@@ -355,6 +361,7 @@ class OomWatch:
             error=error,
             outset=outset,
             kept=kept_share(),
+            freed=freed,
         )
 
     # ---------------------------------------------------------------- the file
@@ -393,6 +400,13 @@ def explain_step(optimizer: torch.optim.Optimizer, watch: OomWatch) -> None:
 def _asked_for(config: ZeroConfig, failure: OutOfMemory) -> dict[str, int]:
     """What the tier that refused was asked to hold."""
     return {f"optimizer_state_{config.offload_optimizer}": failure.requested}
+
+
+def _wait_for(report: Path) -> None:
+    """Wait until another rank has written its report: once this rank ends, the others are ended."""
+    until = time.monotonic() + _WRITTEN_WITHIN
+    while time.monotonic() < until and report.exists() and not report.stat().st_size:
+        time.sleep(0.1)
 
 
 def _free(path: str) -> int | None:

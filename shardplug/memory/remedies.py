@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardplug.memory.besides import RETURNED
+from shardplug.memory.besides import RETURNED, THRESHOLD
 from shardplug.memory.choices import GIB, Choice
 from shardplug.memory.observed import Running, batch_size, settings_of
 from shardplug.memory.optimizers import fused_kind
@@ -15,6 +15,7 @@ from shardplug.memory.report import accelerate_yaml, lightning_line
 __all__ = ["Remedy", "Room", "gib", "in_words", "remedies"]
 
 _NUMBER = 3
+_GIVEN_BACK = f"{THRESHOLD}=131072"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Room:
     """On CPU ranks: of the process, less what there was when the model was sharded."""
     kept: float = 0.0
     """Share of a plan's bytes by which the process may grow more from there."""
+    freed: int = 0
+    """On CPU ranks: what the C allocator keeps of what was freed, and could give back."""
 
     def over(self, choice: Choice) -> int:
         """Return the bytes by which a choice is too large where it misses most, or 0."""
@@ -52,6 +55,12 @@ class Room:
         # A run with parameters in files gives freed memory back.
         kept = min(self.kept, RETURNED) if choice.offload_params == "nvme" else self.kept
         return self.outset is None or (1 + kept) * choice.device <= self.outset
+
+    def surely_given_back(self, choice: Choice) -> bool:
+        """Whether a choice fits like that once the C allocator gives back what is freed."""
+        if not self.freed or self.refused:
+            return False
+        return replace(self, kept=min(self.kept, RETURNED)).surely(choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,8 @@ def _worth(remedy: Remedy) -> tuple[int, bool, float, int]:
 
 def _singles(run: Running, found: Plan, running: Choice, room: Room) -> Iterator[Remedy]:
     now = settings_of(running)
+    if room.surely_given_back(running):
+        yield _remedy(run, found, running, running, room)
     for choice in _possible(found, room):
         changed = [a != b for a, b in zip(settings_of(choice), now, strict=True)]
         if sum(changed) == 1:
@@ -118,7 +129,9 @@ def _singles(run: Running, found: Plan, running: Choice, room: Room) -> Iterator
     for divided in _divisors(size):
         smaller = run.plan(divided=divided, alone=True)
         less = run.choice(smaller)
-        if less is not None and (room.surely(less) or divided == size):
+        if less is None:
+            continue
+        if room.surely(less) or room.surely_given_back(less) or divided == size:
             yield _remedy(run, smaller, less, running, room, divided=divided)
             break
     if run.device != "cpu" and run.config.offload_activations == "none":
@@ -196,11 +209,17 @@ def _remedy(
     lines = _lines(run, found, choice)
     if fused:
         lines = ("the optimizer: fused=True", *lines)
+    surely, freed = room.surely(choice), running.device - choice.device
+    needed = not words or not room.surely_given_back(running)
+    if needed and not surely and room.surely_given_back(choice):
+        surely, single, freed = True, single and not words, freed + room.freed
+        words.append(f"{_GIVEN_BACK} in the environment of the ranks: freed memory is given back")
+        lines = (f"environment: {_GIVEN_BACK}", *lines)
     return Remedy(
         what=", ".join(words),
-        freed=running.device - choice.device,
+        freed=freed,
         over=room.over(choice),
-        surely=room.surely(choice),
+        surely=surely,
         slower=choice.time.total / running.time.total if running.time.total else 1.0,
         lines=lines,
         single=single,

@@ -158,10 +158,15 @@ def _compare(pool: RankPool, folder: Path, world_size: int, *case: Any) -> None:
     per_second = Machine().nvme_gb_s * 1e9
     assert choice.time.transfers * per_second == pytest.approx(moved * world_size)
     work = max(p.held["optimizer_work"] for p in choice.walk.points)
-    if optimizer == "adagrad":  # its work space is that of two parameters of the largest size
-        assert work / 2 <= peak <= 1.02 * work
-    elif peak >= MIB:
-        assert peak == pytest.approx(work, rel=0.02)
+    if optimizer == "adagrad":  # of model "wide" on 2 ranks
+        # A tensor for one parameter is there beside that for the one before, where both are in a
+        # block; the plan has two of the largest.
+        largest, after_it = -(-1_000_003 // 2) * 9 * 4, -(-1_000_003 // 2) * 4
+        sizes = (largest, after_it) if tier == "cpu" else (BLOCK_BYTES, 0)
+        assert work == 2 * sizes[0]
+        assert peak == pytest.approx(sum(sizes), abs=256)
+    else:
+        assert peak == pytest.approx(work, abs=256)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

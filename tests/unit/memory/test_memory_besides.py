@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import torch
 
 from shardplug.errors import OptimizerError
 from shardplug.memory import plan
-from shardplug.memory.besides import KEPT, RETURNED, Used, kept_share, used_by_process, used_now
+from shardplug.memory.besides import (
+    KEPT,
+    RETURNED,
+    Used,
+    kept_by_malloc,
+    kept_share,
+    used_by_process,
+    used_now,
+)
 from shardplug.memory.choices import Choice
 from shardplug.memory.limits import ControlGroup
 from shardplug.memory.optimizer_probe import kind_of, likely_kind
@@ -36,6 +45,16 @@ def test_besides_is_what_is_used_less_books_and_plan() -> None:
     used = Used(now=1000, most=1100, base=200)
     assert used.besides(books=300, beyond=250) == 450
     assert used.besides(books=300, beyond=650) == 200, "never less than at the start"
+    assert replace(used, kept=150).besides(books=300, beyond=250) == 300, "freed is not needed"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not say")
+def test_what_malloc_keeps_is_what_was_freed() -> None:
+    before = kept_by_malloc()
+    held = [bytes(2000) for _ in range(4000)]  # 8 MB in blocks of the heap
+    held = held[1::2]  # what is between them cannot leave the heap
+    assert 1e6 < kept_by_malloc() - before < 8e6
+    assert len(held) == 2000
 
 
 def test_a_control_groups_use_is_this_processes(tmp_path: Path) -> None:

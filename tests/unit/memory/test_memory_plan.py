@@ -298,7 +298,11 @@ def test_a_loss_that_trains_nothing_is_refused() -> None:
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     found = _tiny_plan(device_memory_gib=0.0001, reserve_gib=0, offload=False)
     assert not found.fits and found.best is None
-    assert all(choice.over > 0 for choice in found.choices if not choice.fits)
+    room = int(0.0001 * 2**30)
+    sizes = [choice.device for choice in found.choices]
+    assert len(set(sizes)) > 3 and [choice.over for choice in found.choices] == [
+        size - room for size in sizes
+    ]
     assert any("it misses by" in line and "MiB" in line for line in found.advice)
     assert any("devices of this size would do" in line for line in found.advice)
     assert "Nothing fits" in as_text(found)
@@ -308,11 +312,39 @@ def test_the_fastest_that_fits_comes_first() -> None:
     roomy = _tiny_plan()
     assert roomy.best is roomy.choices[0] and roomy.best.reason == "the fastest that fits"
     assert not roomy.best.activation_checkpointing
+    times = [choice.time.total for choice in roomy.choices if choice.fits]
+    assert times == sorted(times) and len(set(times)) > 2
     least = min(choice.device for choice in roomy.choices if not choice.unavailable)
     tight = _tiny_plan(device_memory_gib=(least + 1) / 2**30, reserve_gib=0)
     assert tight.best is not None and tight.best.device == least
     assert {choice.name for choice in tight.choices} == {choice.name for choice in roomy.choices}
     assert as_dict(tight)["choices"][0]["peak_bytes"].keys() == set(PLAN_KINDS)
+
+
+def test_what_a_loop_keeps_is_planned() -> None:
+    """Accelerate's outputs in fp32, and Lightning's gradients during the first forward."""
+    options = {
+        "precision": "bf16-mixed",
+        "stage": 2,
+        "offload": False,
+        "activation_checkpointing": False,
+        "accumulate": 2,
+        "keep_outputs": True,
+        "loss": lambda model, batch: model(batch).sum(),
+    }
+    plain, accelerate, lightning = (
+        _tiny_plan(loop=loop, **options).choices[0].walk
+        for loop in ("pytorch", "accelerate", "lightning")
+    )
+    logits = 2 * 9 * 257
+    kept = [walk.phases["after_forward"]["logits_and_loss"] for walk in (lightning, accelerate)]
+    assert kept[1] - kept[0] == 2 * logits, "4 bytes for each instead of 2"
+    assert accelerate.phases["after_forward"]["gradients"] == 0
+    assert plain.phases["after_forward"]["gradients"] == 0
+    stale = lightning.phases["after_forward"]["gradients"]
+    shards = 4 * sum(-(-p.shape[0] // 2) * p[0].numel() for p in TinyLM().parameters() if p.dim())
+    assert 0 <= stale - shards <= 8, "and the scalar's, which is whole"
+    assert stale == lightning.phases["after_backward"]["gradients"]
 
 
 def test_bytes_moved_are_the_stage_tables() -> None:
