@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardplug.checkpoint.groups import (
     OWN_OPTIONS,
     check_class,
+    check_option,
     fitted_option,
     match_groups,
 )
@@ -152,6 +153,9 @@ def load_optimizer(
     saved = dict(state["state"])
     if type(optimizer).__module__.startswith("torch.optim"):
         _check_shapes(names, saved)
+    for group, found in zip(optimizer.param_groups, matched, strict=True):
+        for key, value in (found or {}).items():
+            check_option(key, group.get(key), value)
     placed: dict[torch.Tensor, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.param_groups):
         options = {**group, **(matched[index] or {})}
