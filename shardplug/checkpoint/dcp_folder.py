@@ -27,7 +27,7 @@ from shardplug.checkpoint.dcp_metadata import METADATA
 from shardplug.checkpoint.dcp_optimizer import KeyPath, find_optimizers
 from shardplug.checkpoint.dcp_reader import CheckedReader, read_metadata
 from shardplug.checkpoint.names import listed
-from shardplug.checkpoint.plain import UNREADABLE, load_plain, why
+from shardplug.checkpoint.plain import UNREADABLE, innermost, load_plain, why
 from shardplug.checkpoint.schema import check_besides
 from shardplug.errors import CheckpointError
 
@@ -173,6 +173,8 @@ def _read_objects(path: Path, metadata: Metadata, wanted: dict[str, Any]) -> Non
                 no_dist=True,
             )
     except (*UNREADABLE, CheckpointException) as error:
+        if isinstance(innermost(error), CheckpointError):
+            raise innermost(error) from error
         raise CheckpointError(
             f"{path} is damaged, or holds objects that run code when they are loaded: {why(error)}"
         ) from error

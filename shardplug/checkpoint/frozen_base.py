@@ -20,6 +20,7 @@ from shardplug.checkpoint.collective import gather
 from shardplug.checkpoint.hugging_face import adapter_tensors
 from shardplug.checkpoint.model_state import state_of_model
 from shardplug.checkpoint.names import clean_name, listed
+from shardplug.checkpoint.schema import OLD_SUM, SUM
 from shardplug.core._torch import local_tensor
 from shardplug.core.tier_tensor import in_tier
 from shardplug.errors import CheckpointError
@@ -107,7 +108,7 @@ def describe_base(base: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]
         name: {
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
-            "sum_of_bits": total,
+            SUM: total,
         }
         for (name, tensor), total in zip(base.items(), sums, strict=True)
     }
@@ -127,11 +128,12 @@ def check_base(
         CheckpointError: On every rank, naming tensors that differ.
     """
     wrong = []
-    for (name, tensor), total in zip(here.items(), _sums(here.values()), strict=True):
+    by_place = [SUM in saved[name] for name in here]
+    for (name, tensor), total in zip(here.items(), _sums(here.values(), by_place), strict=True):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype != saved[name]["dtype"]:
             wrong.append(f"{name} ({dtype} here, {saved[name]['dtype']} there)")
-        elif total != saved[name]["sum_of_bits"]:
+        elif total != saved[name].get(SUM, saved[name].get(OLD_SUM)):
             wrong.append(name)
     if wrong:
         raise CheckpointError(
@@ -142,10 +144,16 @@ def check_base(
         )
 
 
-def _sums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Add up the bits of each whole tensor, modulo 2**64: exact in any order."""
+def _sums(tensors: Iterable[torch.Tensor], by_place: Iterable[bool] | None = None) -> list[int]:
+    """Add up the bits of each whole tensor, modulo 2**64: exact in any order.
+
+    Args:
+        tensors: The tensors, the same on every rank.
+        by_place: For each, whether bits are weighed by their place; None: all are.
+    """
     tensors = list(tensors)
-    own = [_sum_here(tensor) for tensor in tensors]
+    weighed = [True] * len(tensors) if by_place is None else by_place
+    own = [_sum_here(*each) for each in zip(tensors, weighed, strict=True)]
     sharded = [isinstance(tensor, DTensor) for tensor in tensors]
     if not any(sharded):
         return own
@@ -159,16 +167,19 @@ def _sums(tensors: Iterable[torch.Tensor]) -> list[int]:
     ]
 
 
-def _sum_here(tensor: torch.Tensor) -> int:
+def _sum_here(tensor: torch.Tensor, by_place: bool) -> int:
     """Add up this rank's bits, each times a weight of its row and one of its column.
 
-    Without weights, rows that have changed places would not be noticed.
+    Without weights, as in older checkpoints, rows that have changed places are not noticed.
     """
     local = local_tensor(tensor)
     resting = in_tier(local)
     values = (local if resting is None else resting.holder.read()).detach()
     if not values.numel():
         return 0
+    if not by_place:
+        plain = values.contiguous().flatten().view(_BITS[min(8, values.element_size())])
+        return int(plain.sum(dtype=torch.int64).item()) % 2**64
     if values.is_complex():
         values = torch.view_as_real(values)
     rows = values.reshape(values.shape[0] if tensor.ndim else 1, -1).contiguous()

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from shardplug.checkpoint.names import listed
+from shardplug.checkpoint.paths import shown
 from shardplug.errors import CheckpointError
 
-__all__ = ["OWN_OPTIONS", "check_class", "fitted_option", "match_groups"]
+__all__ = ["OWN_OPTIONS", "check_class", "check_option", "fitted_option", "match_groups"]
 
 OWN_OPTIONS = ("params", "param_names")
 """Options of a group that belong to the optimizer at hand, not to the checkpoint."""
@@ -119,6 +120,24 @@ def _refuse(
         f"checkpoint has {listed(sorted(theirs[number]), 3)} there and the optimizer "
         f"{listed(sorted(held[number]), 3)}: build the groups that were saved, or {leave_out}."
     )
+
+
+def check_option(key: str, current: Any, value: Any) -> None:
+    """Refuse what `fitted_option` could not put in the place of a number or a tensor.
+
+    Raises:
+        CheckpointError: For text, containers, and tensors of another size.
+    """
+    if not isinstance(current, (int, float, torch.Tensor)):
+        return
+    fits = isinstance(value, (int, float)) or (value is None and not torch.is_tensor(current))
+    if isinstance(value, torch.Tensor):
+        fits = not isinstance(current, torch.Tensor) or value.shape in (current.shape, ())
+    if not fits:
+        raise CheckpointError(
+            f"Expected option {key} of the optimizer to be like {shown(current)}, which it has "
+            f"here, but the checkpoint has {shown(value)}."
+        )
 
 
 def fitted_option(current: Any, value: Any) -> Any:

@@ -243,7 +243,7 @@ def _described(
         bytes={**sizes, "total": total},
         tensors=_tensors(manifest),
         hugging_face=tuple(
-            f"{entry['class']}"
+            f"{entry.get('class') or 'a model'}"
             + (f" under {entry['prefix']}" if entry["prefix"] else "")
             + (f", adapters {', '.join(entry['peft'])}" if "peft" in entry else "")
             for entry in manifest.get("hugging_face", ())

@@ -103,7 +103,12 @@ def _prefix_map(own: set[str], saved: set[str]) -> Callable[[str], str]:
 
 
 def listed(names: Iterable[str], limit: int = 20) -> str:
-    """Write names for a message, at most `limit` of them."""
+    """Write names, which may come from a file, on one line: at most `limit` of them."""
     ordered = list(names)
-    shown = ", ".join(ordered[:limit]) or "none"
+    shown = ", ".join(map(_printable, ordered[:limit])) or "none"
     return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
+
+
+def _printable(name: str) -> str:
+    text = "".join(char if char.isprintable() else "?" for char in name)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardplug.checkpoint.groups import (
     OWN_OPTIONS,
     check_class,
+    check_option,
     fitted_option,
     match_groups,
 )
@@ -152,6 +153,9 @@ def load_optimizer(
     saved = dict(state["state"])
     if type(optimizer).__module__.startswith("torch.optim"):
         _check_shapes(names, saved)
+    for group, found in zip(optimizer.param_groups, matched, strict=True):
+        for key, value in (found or {}).items():
+            check_option(key, group.get(key), value)
     placed: dict[torch.Tensor, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.param_groups):
         options = {**group, **(matched[index] or {})}
@@ -216,12 +220,15 @@ def _check_shapes(
 ) -> None:
     for parameter, name in names.items():
         for key, value in saved.get(name, {}).items():
-            if key in _LIKE_PARAMETER and isinstance(value, torch.Tensor):
-                if value.shape != parameter.shape:
-                    raise CheckpointError(
-                        f"Expected optimizer state {key} of {name} to have the parameter's shape "
-                        f"{tuple(parameter.shape)}, got {tuple(value.shape)}."
-                    )
+            if key not in _LIKE_PARAMETER or value is None:  # SGD had None before a first step
+                continue
+            if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+                is_tensor = isinstance(value, torch.Tensor)
+                found = tuple(value.shape) if is_tensor else f"a {type(value).__name__}"
+                raise CheckpointError(
+                    f"Expected optimizer state {key} of {name} to be a tensor of the parameter's "
+                    f"shape {tuple(parameter.shape)}, got {found}."
+                )
 
 
 def _place(

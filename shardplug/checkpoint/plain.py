@@ -14,10 +14,11 @@ from os import PathLike
 from typing import IO, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardplug.checkpoint.schema import check_depth
 
-__all__ = ["UNREADABLE", "culprit", "load_plain", "load_tensor", "why", "with_tensors"]
+__all__ = ["UNREADABLE", "culprit", "innermost", "load_plain", "load_tensor", "why", "with_tensors"]
 
 UNREADABLE = (
     pickle.PickleError,
@@ -41,6 +42,9 @@ _VALUES_PER_BYTE = 20
 _VALUES = 100_000
 """Values that a file may hold, in all and for each byte: a few bytes can hold many by reference."""
 
+_TENSOR_BYTES = 2**28
+"""Bytes that a file's tensors may take beyond `_VALUES_PER_BYTE` for each that it has."""
+
 
 def load_plain(file: str | PathLike[str] | IO[bytes]) -> Any:
     """Load plain types and tensors onto the CPU; anything else in the file raises.
@@ -57,7 +61,8 @@ def load_plain(file: str | PathLike[str] | IO[bytes]) -> Any:
     # torch writes empty bytes as a call of `bytes`, and does not read it back by itself.
     with torch.serialization.safe_globals([(_empty_bytes, "builtins.bytes")]):
         value = load_tensor(archive)
-    check_depth(value, most=_VALUES + _VALUES_PER_BYTE * size)
+    reached = _VALUES_PER_BYTE * size
+    check_depth(value, most=_VALUES + reached, most_bytes=_TENSOR_BYTES + reached)
     return value
 
 
@@ -72,10 +77,18 @@ def load_tensor(file: IO[bytes]) -> Any:
 
 def why(error: BaseException) -> str:
     """Say in one line why a file could not be loaded; torch gives pages of advice besides."""
-    found = re.search(r"WeightsUnpickler error:\s*([^\n]+)", str(error))
+    error = innermost(error)
+    found = re.search(r"(?:WeightsUnpickler error:\s*|(?=Trying to load ))([^\n]+)", str(error))
     text = found[1].split(". Please use", 1)[0] if found else str(error).strip().split("\n", 1)[0]
     text = "".join(char if char.isprintable() else "?" for char in text)
     return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__
+
+
+def innermost(error: BaseException) -> BaseException:
+    """Return the error of the first rank that DCP has put into one of its own."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return error.failures[min(error.failures)][0]
+    return error
 
 
 def _empty_bytes() -> bytes:

@@ -221,6 +221,7 @@ def plan_optimizer(
         check_class(optimizer, besides)
         match_groups(optimizer, names, groups, strict=strict)
         chosen = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
+    _refuse_both(state, besides["plain_state"])
     targets: dict[str, dict[str, torch.Tensor]] = {}
     wrong: list[str] = []
     for parameter, name in chosen.items():
@@ -248,6 +249,20 @@ def plan_optimizer(
         kind=besides.get("class"),
         left_out={name: None for name, values in state.items() if values and name not in taken},
     )
+
+
+def _refuse_both(state: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    twice = [
+        f"{key} of {name}"
+        for name, values in plain.items()
+        for key in values
+        if key in state.get(name, ())
+    ]
+    if twice:
+        raise CheckpointError(
+            "Expected each value of the optimizer's state to be a tensor or not, but the "
+            f"checkpoint is damaged: it has both for {listed(twice)}."
+        )
 
 
 def _saved_names(

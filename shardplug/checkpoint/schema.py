@@ -15,6 +15,8 @@ from shardplug.errors import CheckpointError
 
 __all__ = [
     "DTYPES",
+    "OLD_SUM",
+    "SUM",
     "check_besides",
     "check_depth",
     "check_files",
@@ -28,6 +30,12 @@ DTYPES: Mapping[str, torch.dtype] = {
     if isinstance(value, torch.dtype)
 }
 """Every dtype by the name that a manifest has for it."""
+
+SUM = "sum_by_place"
+"""Key for the sum of a left out tensor's bits, each times a weight of its place."""
+
+OLD_SUM = "sum_of_bits"
+"""Key for the sum without weights, which older checkpoints have instead."""
 
 _LARGEST_BLOCK = 2**26
 _MOST_DIMS = 64
@@ -97,8 +105,6 @@ def _check_tensor(where: str, value: object) -> None:
     if "rank_bytes" in entry:
         for rank, size in enumerate(_check_list(f"{where}['rank_bytes']", entry["rank_bytes"])):
             _check_int(f"{where}['rank_bytes'][{rank}]", size, 0, 2**62)
-    if "sum_of_bits" in entry:
-        _check_int(f"{where}['sum_of_bits']", entry["sum_of_bits"], 0, 2**64 - 1)
 
 
 def _check_tensors(where: str, value: object) -> None:
@@ -106,6 +112,13 @@ def _check_tensors(where: str, value: object) -> None:
         if not name:
             raise _wrong(where, name, "names that are not empty")
         _check_tensor(f"{where}[{shown(name)}]", entry)
+
+
+def _check_left_out(where: str, value: object) -> None:
+    _check_tensors(where, value)
+    for name, entry in _check_map(where, value).items():
+        for key in [key for key in (SUM, OLD_SUM) if key in entry] or [SUM]:
+            _check_int(f"{where}[{shown(name)}]['{key}']", entry.get(key), 0, 2**64 - 1)
 
 
 def _check_optimizer(where: str, value: object) -> None:
@@ -215,7 +228,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         _check_hugging_face(f"hugging_face[{index}]", entry, len(models))
     _each("source_dtypes", manifest, _check_source_dtypes, len(models))
     _each("tied", manifest, _check_tied, len(models))
-    _each("left_out", manifest, _check_tensors, len(models))
+    _each("left_out", manifest, _check_left_out, len(models))
     _each("changed_base", manifest, _check_texts, len(models))
     for index, model in enumerate(models):
         for name, entry in model.items():
@@ -259,18 +272,21 @@ def check_besides(folder: Path, file: str, found: object, count: int) -> None:
         raise CheckpointError(f"{folder} is damaged: {error}, in {file}.") from error
 
 
-def check_depth(value: Any, deepest: int = _DEEPEST, most: int | None = None) -> None:
+def check_depth(
+    value: Any, deepest: int = _DEEPEST, most: int | None = None, most_bytes: int | None = None
+) -> None:
     """Check that nested values end, so that functions which call themselves can go through them.
 
     Args:
         value: Dictionaries, lists, tuples and sets of anything.
         deepest: Levels that are allowed.
         most: Values that are allowed in all, each counted as often as it is reached.
+        most_bytes: Bytes that copies of all tensors may take, which may be expanded ones.
 
     Raises:
         ValueError: For deeper ones or more, and for text that is no Unicode.
     """
-    seen = 0
+    seen = copied = 0
     left: list[tuple[Any, int]] = [(value, 1)]
     while left:
         item, depth = left.pop()
@@ -281,6 +297,10 @@ def check_depth(value: Any, deepest: int = _DEEPEST, most: int | None = None) ->
             if not item.isascii():
                 _check_unicode(item)
             continue
+        if isinstance(item, torch.Tensor) and item.layout == torch.strided:
+            copied += item.numel() * item.element_size()
+            if most_bytes is not None and copied > most_bytes:
+                raise ValueError(f"holds tensors of {copied} bytes, more than are in the file")
         inner: Collection[Any] = ()
         if isinstance(item, Mapping):
             inner = [*item.keys(), *item.values()]

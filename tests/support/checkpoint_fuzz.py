@@ -74,10 +74,24 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.tensor(3))
 
 
-def make(seed: int) -> tuple[Net, torch.optim.SGD]:
+class Seen(Net):
+    """Has extra state besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.tensor([1, 2])
+
+    def get_extra_state(self) -> Any:
+        return {"rows": self.rows, "n": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.rows = state["rows"]
+
+
+def make(seed: int, kind: type[Net] = Net) -> tuple[Net, torch.optim.SGD]:
     """Make a model and its optimizer, both with values of their own."""
     torch.manual_seed(seed)
-    model = Net()
+    model = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -90,9 +104,12 @@ def values_of(
 ) -> dict[str, torch.Tensor]:
     """Return every value that a load brings back."""
     found = dict(model.state_dict())
+    if isinstance(model, Seen):
+        found["_extra_state"] = model.rows
     for name, parameter in model.named_parameters() if optimizer is not None else ():
         for key, value in optimizer.state[parameter].items():
-            found[f"{name} {key}"] = value
+            if isinstance(value, torch.Tensor):  # others are options, which may be anything
+                found[f"{name} {key}"] = value
     return {name: value.clone() for name, value in found.items()} if copied else found
 
 
@@ -101,7 +118,7 @@ ADAPTER = {"config": {"r": 2}, "names": {"base.first.weight": "first.weight"}}
 
 def write_folders(root: Path) -> None:
     """Write a folder of each kind."""
-    model, optimizer = make(1)
+    model, optimizer = make(1, Seen)
     for name in ("own", "adapters"):
         write(
             root / name,
@@ -115,11 +132,15 @@ def write_folders(root: Path) -> None:
         entry = {"model": 0, "prefix": "", "class": "Net", "config": {"vocab_size": 4, "n": [{}]}}
         if name == "adapters":
             entry["peft"] = {"default": ADAPTER, "other": ADAPTER}
+            extra = manifest["models"][0]["_extra_state"]
+            extra["rank_bytes"] = extra["shape"]
+            manifest["changed_base"] = [["first.weight"]]
         manifest |= {
             "hugging_face": [{**entry, "generation_config": None, "ignored": ["seen"]}],
             "source_dtypes": [{"first.weight": "bfloat16"}],
         }
         (root / name / "manifest.json").write_text(manifests.to_json(manifest))
+    model, optimizer = make(1)
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = {names[p]: dict(values) for p, values in optimizer.state.items()}
     group = {**optimizer.param_groups[0], "params": list(state)}
@@ -501,21 +522,22 @@ class Watch:
 
 
 class Target:
-    """A model and an optimizer that folders are loaded into, whose values are made anew."""
+    """Models and optimizers that folders are loaded into, whose values are made anew."""
 
     def __init__(self) -> None:
-        self.model, self.optimizer = make(2)
+        self.made = {kind: make(2, kind) for kind in (Net, Seen)}
 
     def load(self, folder: Path) -> dict[str, torch.Tensor]:
         """Load a folder, and return every value that it has brought."""
-        optimizers = [self.optimizer] if folder.name != "safetensors" else []
+        model, optimizer = self.made[Seen if folder.name in ("own", "adapters") else Net]
+        optimizers = [optimizer] if folder.name != "safetensors" else []
         with torch.no_grad():
-            for value in values_of(self.model, self.optimizer, copied=False).values():
+            for value in values_of(model, optimizer, copied=False).values():
                 value.fill_(9)
         reader = Reader(folder)
-        reader.load([self.model], optimizers)
+        reader.load([model], optimizers)
         reader.restore_rng()
-        return values_of(self.model, self.optimizer if optimizers else None)
+        return values_of(model, optimizer if optimizers else None)
 
 
 def attempt(
@@ -560,7 +582,7 @@ def run(root: Path, seed: int, count: int) -> dict[str, Any]:
     write_folders(scratch)
     for name in ("own", "dcp"):  # what a change may name: a link out of the folder
         (scratch / name / "link").symlink_to(root / "victim")
-    expected = values_of(*make(1))
+    expected = values_of(*make(1, Seen))
     originals = {path: path.read_bytes() for path in scratch.rglob("*") if path.is_file()}
     target = Target()
     for name in ("own", "adapters", "dcp", "safetensors"):

@@ -317,10 +317,12 @@ def test_a_module_that_owns_only_a_further_name_of_a_tied_weight(tmp_path: Path)
         export(tmp_path / "it", tmp_path / "out", module="neck")
 
 
-def test_changed_checkpoints_are_loaded_right_or_refused(tmp_path: Path) -> None:
-    """2,000 changes of manifests, metadata, side files and headers, in a process with a limit."""
+@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.matrix)])
+def test_changed_checkpoints_are_loaded_right_or_refused(tmp_path: Path, count: int) -> None:
+    """Changes of manifests, metadata, side files and headers, in a process with a limit."""
+    arguments = [str(tmp_path / "it"), "1", str(count)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.checkpoint_fuzz", str(tmp_path / "it"), "1", "2000"],
+        [sys.executable, "-m", "tests.support.checkpoint_fuzz", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -330,8 +332,9 @@ def test_changed_checkpoints_are_loaded_right_or_refused(tmp_path: Path) -> None
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["failures"], "\n".join(found["failures"][:5])
     outcome = found["outcome"]
-    assert sum(outcome.values()) == 2000
+    assert sum(outcome.values()) == count
     kinds = {"manifest", "manifest of adapters", "own .metadata", ".metadata", "meta.pt"}
     for kind in (*kinds, "safetensors"):
-        assert outcome[f"{kind}: loaded"] >= 10 and outcome[f"{kind}: refused"] >= 50, outcome
+        loaded, refused = outcome[f"{kind}: loaded"], outcome[f"{kind}: refused"]
+        assert loaded >= count // 200 and refused >= count // 40, outcome
     assert [path.name for path in (tmp_path / "it").iterdir()] == ["scratch"]
