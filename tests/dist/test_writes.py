@@ -258,7 +258,7 @@ def _refused_at(stage: int) -> None:
 
     def change_both(module: Any) -> None:
         module.bias.data.add_(1)
-        resting.data.add_(1)
+        resting.data.add_(2)
 
     resting = model.out.bias
     before = engine.full_state_dict(rank0_only=False)
