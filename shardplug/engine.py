@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -849,22 +849,32 @@ class ZeroEngine:
 
         The window under way is lost: its gradients are dropped on this rank. Call it on every
         rank before training goes on.
+
+        Raises:
+            ModelError: When a parameter was written to while it was gathered, in a way that cannot
+                be kept. The engine is at rest then, too.
         """
-        for sharded in self._sharded:
-            _torch.reset_iteration(sharded.model)
-            _torch.reshard_all(sharded.model)
-            _torch.drop_unreduced_gradients(sharded.model)
-            for parameter in self._resting_parameters(sharded.model):
-                parameter.grad = None
-            sharded.agreement.reset()
-            sharded.calls.reset()
-            if sharded.activations is not None:
-                sharded.activations.reset()
-        if self._parameters is not None:
-            self._parameters.reset()
-        self._backward_ran = False
-        self._window_pending = False
-        self._schedule.begin(True)
+        with ExitStack() as stack:
+            for sharded in self._sharded:
+                stack.enter_context(sharded.calls.writes.reported_at_end())
+            for sharded in self._sharded:
+                self._reset_model(sharded)
+            if self._parameters is not None:
+                self._parameters.reset()
+            self._backward_ran = False
+            self._window_pending = False
+            self._schedule.begin(True)
+
+    def _reset_model(self, sharded: _Sharded) -> None:
+        _torch.reset_iteration(sharded.model)
+        _torch.reshard_all(sharded.model)
+        _torch.drop_unreduced_gradients(sharded.model)
+        for parameter in self._resting_parameters(sharded.model):
+            parameter.grad = None
+        sharded.agreement.reset()
+        sharded.calls.reset()
+        if sharded.activations is not None:
+            sharded.activations.reset()
 
     # ---------------------------------------------------------------- memory
 

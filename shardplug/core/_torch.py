@@ -50,6 +50,7 @@ __all__ = [
     "close_mesh",
     "default_tcp_store",
     "drop_unreduced_gradients",
+    "elements_before",
     "forwards_so_far",
     "forget_gather",
     "fused_attention_on_cpu",
@@ -512,6 +513,11 @@ def own_rows(param: Any, whole: torch.Tensor) -> torch.Tensor:
     length = param.sharded_size[0]
     start = param.padded_sharded_param_size[0] * param.mesh_info.shard_mesh_rank
     return whole.narrow(0, start if length else 0, length)
+
+
+def elements_before(param: Any) -> int:
+    """Return how many elements of the whole parameter precede this rank's rows, if it has any."""
+    return int(param.padded_sharded_param_size.numel() * param.mesh_info.shard_mesh_rank)
 
 
 def run_before_loading(module: nn.Module, hook: Callable[..., None]) -> None:

@@ -213,12 +213,14 @@ class Agreement:
             self._order.require_end()
 
     def _agree_on_used(self) -> set[int]:
-        used = [id(parameter) in self._watch.used for parameter in self._parameters]
-        message = torch.tensor([self._order.checksum, *used, *self._hooks.counts])
-        total = self._order.end(message)
-        self._order.require_same(int(total[0]))
-        flags = total[1 : 1 + len(used)].tolist()
-        self._hook_counts = total[1 + len(used) :].tolist()
+        # One number for both counts of a parameter, neither of which is above the world size.
+        base = self._world_size + 1
+        pairs = zip(self._parameters, self._hooks.counts, strict=True)
+        seen = [int(id(p) in self._watch.used) + base * hooks for p, hooks in pairs]
+        total = self._order.end(torch.tensor([self._order.checksum, *seen])).tolist()
+        self._order.require_same(total[0])
+        flags = [count % base for count in total[1:]]
+        self._hook_counts = [count // base for count in total[1:]]
         return {id(p) for p, count in zip(self._parameters, flags, strict=True) if count}
 
     def _gradient_comes(self, parameter: nn.Parameter) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Fingerprint", "changed_since", "fingerprint", "same_bits"]
+__all__ = ["Fingerprint", "changed_since", "fingerprint", "placed_like", "same_bits", "same_bytes"]
 
 Fingerprint = tuple[torch.Tensor, ...]
 """Sums of a tensor's bits by blocks and by places in a block, and the bits at its two ends."""
@@ -54,7 +54,22 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     Faster than torch.equal, and NaN is equal to itself.
     """
-    return not one.numel() or not _compare()(one.data_ptr(), other.data_ptr(), one.nbytes)
+    return same_bytes(one.data_ptr(), other.data_ptr(), one.nbytes)
+
+
+def same_bytes(one: int, other: int, count: int) -> bool:
+    """Whether `count` bytes at two addresses of CPU memory are equal."""
+    return not count or not _compare()(one, other, count)
+
+
+def placed_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a flat copy that begins in the middle of a 64-bit word where `other` does.
+
+    Their fingerprints are equal where their bits are.
+    """
+    offset = other.storage_offset() % 8
+    memory = tensor.new_empty(offset + tensor.numel())
+    return memory[offset:].copy_(tensor.detach().reshape(-1))
 
 
 @functools.cache

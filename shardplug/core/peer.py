@@ -154,10 +154,10 @@ class PeerReduce(_Buffers):
             check.wait()
             _add(received, bool(op == dist.ReduceOp.AVG), output_tensor)
 
-        if self._may_wait(input_tensor.dtype):
-            self._in_flight.replace(finish)
-        else:
-            finish()
+        self._in_flight.replace(finish)
+        if not self._may_wait(input_tensor.dtype):
+            # The one before as well: its result may be this unit's, which this one is added to.
+            self._in_flight.complete()
 
 
 class ReplicaSum(dist.ProcessGroup):

@@ -125,8 +125,10 @@ class WholeParameters:
         ]
 
     def reset(self) -> None:
-        """Forget gradients that have not been reduced."""
+        """Forget gradients that have not been reduced, and a call that an exception ended."""
         self._arrived.clear()
+        self._in_call = None
+        self._stand_in()
 
     def _copy(self, group: Any, param: Any, values: torch.Tensor) -> nn.Parameter:
         copy = nn.Parameter(values, requires_grad=param.sharded_param.requires_grad)

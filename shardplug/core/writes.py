@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from shardplug.core._torch import (
     around_gathers,
+    elements_before,
     gather_again_after,
     gathered_copy,
     gathered_memory,
@@ -24,7 +26,14 @@ from shardplug.core._torch import (
     stays_gathered,
     unit_groups,
 )
-from shardplug.core.fingerprint import Fingerprint, changed_since, fingerprint, same_bits
+from shardplug.core.fingerprint import (
+    Fingerprint,
+    changed_since,
+    fingerprint,
+    placed_like,
+    same_bits,
+    same_bytes,
+)
 from shardplug.core.tier_tensor import TierTensor, in_tier
 from shardplug.errors import ModelError, ScheduleError
 
@@ -41,7 +50,7 @@ class _AtGather:
     """What is remembered of one parameter from its gather on."""
 
     rows: Fingerprint | None = None
-    """Of this rank's rows of the gathered copy."""
+    """Of this rank's rows of the gathered copy, where they are not the shard's own bits."""
     shard: Fingerprint | None = None
     changes: int = 0
     """How often the values in a tier had been replaced."""
@@ -55,8 +64,8 @@ class GatheredWrites:
     rank keeps its own rows: ranks that write different values each contribute their rows.
 
     A copy that outlives its unit's forward (the root's, and all at stages 1 and 2) may be older
-    than its shard. Sums of the bits, taken at the gather, tell which of the two has changed. On
-    accelerators nothing of it waits for the device.
+    than its shard. Sums of the bits, taken at the gather, tell which of the two has changed. They
+    are looked at where the two differ. On accelerators nothing of it waits for the device.
 
     Args:
         root: The sharded model.
@@ -67,6 +76,7 @@ class GatheredWrites:
         self._dropped: set[Any] = set()
         self._modified: set[Any] = set()
         self._refused: list[tuple[str, torch.Tensor]] = []
+        self._problems: list[str] | None = None
         for _, group in unit_groups(root):
             around_gathers(
                 group,
@@ -107,7 +117,8 @@ class GatheredWrites:
             now = _AtGather()
             resting = in_tier(shard)
             elsewhere = resting is not None or shard.device != whole.device
-            if long_lived or elsewhere:
+            same = shard.is_cpu and shard.dtype == whole.dtype
+            if elsewhere or (long_lived and not same):
                 now.rows = fingerprint(own_rows(param, local_tensor(whole)))
             if resting is not None:
                 now.changes = resting.changes
@@ -122,7 +133,7 @@ class GatheredWrites:
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         for param in group.fsdp_params:
             before, whole = self._at_gather.pop(param, None), gathered_copy(param)
-            if before is None or whole is None:
+            if before is None or whole is None or _is_untouched(param, whole):
                 continue
             problem, rows = None, None
             if param not in self._dropped:
@@ -144,17 +155,38 @@ class GatheredWrites:
             _merge_on_device(plain)
         if any(not local_tensor(param.sharded_param).is_cpu for param in group.fsdp_params):
             gather_again_after(group)
+        if self._problems is not None:
+            self._problems += problems
+            problems = []
         return functools.partial(_raise, problems)
 
+    @contextmanager
+    def reported_at_end(self) -> Iterator[None]:
+        """Raise for writes that cannot be kept when the context ends, with all of it done.
+
+        Raises:
+            ModelError: Naming the parameters.
+        """
+        self._problems = []
+        try:
+            yield
+        finally:
+            problems, self._problems = self._problems, None
+        _raise(problems)
+
     def _keep(self, rows: torch.Tensor, shard: torch.Tensor, before: _AtGather) -> str | None:
-        if before.rows is None or before.shard is None:
+        if before.shard is None:
             merge_rows(rows, shard)
             return None
-        if not rows.is_cpu:
+        if before.rows is not None and not rows.is_cpu:
             keep = changed_since(rows, before.rows) & ~changed_since(shard, before.shard)
             shard.copy_(torch.where(keep & (rows != shard.to(rows.dtype)), rows.to(shard), shard))
             return None
-        if not changed_since(rows, before.rows):
+        if before.rows is not None:
+            written = changed_since(rows, before.rows)
+        else:
+            written = changed_since(placed_like(rows, shard), before.shard)
+        if not written:
             return None
         if changed_since(shard, before.shard):
             return (
@@ -235,6 +267,27 @@ def renormalises(module: nn.Module) -> bool:
         isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         and getattr(module, "max_norm", None) is not None
     )
+
+
+def _is_untouched(param: Any, whole: nn.Parameter) -> bool:
+    """Whether a copy in CPU memory stands where it was put, and its rows are the shard's bits.
+
+    It is asked of each parameter twice a step. False where it takes more to know.
+    """
+    shard, memory = local_tensor(param.sharded_param), param.all_gather_outputs[0]
+    if in_tier(shard) is not None or not (shard.is_cpu and memory.is_cpu):
+        return False
+    start = memory.data_ptr()
+    if (
+        not (whole.dtype == shard.dtype == memory.dtype)
+        or whole.data_ptr() != start
+        or whole.shape != param.sharded_param.shape
+        or not whole.is_contiguous()
+        or any(module._parameters.get(name) is not whole for module, name in places_of(param))
+    ):
+        return False
+    first = start + elements_before(param) * shard.element_size()
+    return same_bytes(first, shard.data_ptr(), shard.nbytes)
 
 
 def _misplaced(param: Any, whole: nn.Parameter) -> str | None:

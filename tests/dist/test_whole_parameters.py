@@ -214,6 +214,12 @@ def _masters_are_shown() -> None:
         dist.all_reduce(by_layer)
         close = {"weight": by_layer / 2}
         assert_close(close, {"weight": first["blocks.0.l.weight"]}, 1e-6)
+        with engine.gathered(model, grad=True):
+            with raises_everywhere(RuntimeError):
+                model.blocks[0](torch.ones(3, 5))  # an exception in a forward
+            engine.reset()
+            assert nll(model, 0, engine.rank).requires_grad
+            assert model.out.weight.dtype == torch.float32
 
 
 def _refused() -> None:

@@ -258,7 +258,7 @@ def _refused_at(stage: int) -> None:
 
     def change_both(module: Any) -> None:
         module.bias.data.add_(1)
-        resting.data.add_(1)
+        resting.data.add_(2)
 
     resting = model.out.bias
     before = engine.full_state_dict(rank0_only=False)
@@ -279,11 +279,35 @@ def _refused_at(stage: int) -> None:
         model(_batch(0, 0, engine.rank))  # goes on
 
 
+def _refused_in_a_reset() -> None:
+    """All is at rest after it, though several writes cannot be kept."""
+    model = Model()
+    engine = ZeroEngine(ZeroConfig(stage=1))
+    engine.shard(model)
+
+    def replace(module: Any, _: Any) -> None:
+        module.weight = nn.Parameter(torch.ones_like(module.weight))
+        if module is model.out:
+            raise KeyError("out")
+
+    handles = [m.register_forward_pre_hook(replace) for m in (model.blocks[0].up, model.out)]
+    with raises_everywhere(KeyError, "out"):
+        model(_batch(0, 0, engine.rank))
+    for handle in handles:
+        handle.remove()
+    with raises_everywhere(ModelError, "blocks.0.up.weight", "out.weight", "modify=True"):
+        engine.reset()
+    with engine.micro_step():
+        _loss(model, 0, 0, engine.rank, 1).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
 def _all_writes(folder: str) -> None:
     _kept_in_bf16(folder)
     _max_norm()
     _changed_shards()
     _refused()
+    _refused_in_a_reset()
 
 
 def test_writes_to_gathered_parameters_are_kept(pool: RankPool) -> None:
