@@ -95,8 +95,17 @@ def _train(engine: ZeroEngine, model: Any, case: Case, short_steps: int) -> None
         optimizer.zero_grad()
 
 
-def _run(case: Case, folder: Path, short_steps: int, budget: int, room: int = 0) -> Any:
+def _run(
+    case: Case,
+    folder: Path,
+    short_steps: int,
+    budget: int,
+    room: int = 0,
+    mmap_threshold: int | None = None,
+) -> Any:
     """Train under the limit; return the error, what was printed, the limit and the peak."""
+    if mmap_threshold is not None:  # what MALLOC_MMAP_THRESHOLD_ does in a process that starts
+        assert ctypes.CDLL("libc.so.6").mallopt(-3, mmap_threshold)
     (folder / "swap").mkdir(parents=True, exist_ok=True)
     os.environ["SHARDPLUG_NVME_PATH"] = str(folder / "swap")
     gc.collect()
@@ -148,12 +157,14 @@ def test_what_is_recommended_first_fits(fresh: list[RankPool], tmp_path: Path, n
     first = next(line for line in report.splitlines() if line.startswith("  1. "))
     assert ", fits; " in first, report
     other = _follow(case, report)
-    assert other != case
+    threshold = re.search(r"MALLOC_MMAP_THRESHOLD_=(\d+)", first)
+    given_back = None if threshold is None else int(threshold.group(1))
+    assert (other, given_back) != (case, None)
     # In new processes, under what the failed rank had.
     fresh[1].run(_run, 2, small, tmp_path / "warm", 0, 2**40)
     rooms = max(results, key=lambda result: "can't allocate" in result[0])[2]
     again = fresh[1].run(
-        _run, 2, other, tmp_path / "again", short_steps, 0, rooms, group_timeout=20.0
+        *(_run, 2, other, tmp_path / "again", short_steps, 0, rooms, given_back), group_timeout=20.0
     )
     assert [error for error, *_ in again] == ["", ""], report + again[0][1]
     assert all(0 < peak <= rooms for *_, peak in again)

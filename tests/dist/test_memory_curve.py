@@ -180,7 +180,8 @@ def test_books_are_all_the_tensors_there_are(pool: RankPool, stage: int) -> None
             assert in_no_book == 0, moment
 
 
-def _track(folder: Path, stage: int) -> int:
+def _track(folder: Path, stage: int) -> tuple[int, dict[str, int]]:
+    """Train with every sink; return the peak, and what this rank holds after a step."""
     engine = ZeroEngine(ZeroConfig(stage=stage))  # type: ignore[arg-type]
     model = engine.shard(TinyLM())
     os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
@@ -206,7 +207,15 @@ def _track(folder: Path, stage: int) -> int:
     tracker.close()
     if run is not None:
         run.finish()
-    return tracker.peak_bytes
+    parameters = [p.detach() for p in model.parameters()]
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    moments = 2 * sum(part.nbytes for part in local)
+    held = {
+        "master_shards": sum(part.untyped_storage().nbytes() for part in local),
+        "gathered": 0,
+        "optimizer_state": moments + 4 * len(local),  # AdamW counts its steps in 4 bytes
+    }
+    return tracker.peak_bytes, held
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -214,12 +223,16 @@ def test_one_run_holds_every_kind_of_every_rank(
     pool: RankPool, tmp_path: Path, world_size: int
 ) -> None:
     pytest.importorskip("wandb")
-    peaks = pool.run(_track, world_size, tmp_path, 1)
+    peaks, held = zip(*pool.run(_track, world_size, tmp_path, 1), strict=True)
     rows = read_jsonl(tmp_path / "memory.jsonl")
     assert len(rows) == 3 * len(PHASES) * world_size
     assert {row.rank for row in rows} == set(range(world_size))
     last_peak = max(row.peak_bytes for row in rows if row.step == 3)
-    assert peaks == [last_peak] * world_size  # the highest of all ranks, on every rank
+    assert peaks == (last_peak,) * world_size  # the highest of all ranks, on every rank
+    for row in rows:
+        if row.phase == "after_step":
+            kinds = {kind: row.by_kind[kind] for kind in held[row.rank]}
+            assert kinds == held[row.rank] and kinds["optimizer_state"] > 4
     assert (tmp_path / "memory.png").stat().st_size > 20_000
 
     history = read_history(tmp_path)  # asserts that there is one run
