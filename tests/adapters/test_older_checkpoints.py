@@ -99,10 +99,10 @@ def same(found: dict[str, torch.Tensor], door: str) -> None:
 
 def load_with_lightning(strategy: str) -> None:
     module = build(SmallModule)
-    run = trainer(strategy, max_steps=4)
+    run = trainer(strategy, max_steps=4, max_epochs=2)
     run.fit(module, in_order(), ckpt_path=str(FOLDER / "lightning"))
     same(module.seen, "lightning")
-    assert run.global_step == 4 and len(module.losses) == 1
+    assert run.global_step == 4
 
 
 def load_with_accelerate() -> None:
