@@ -48,6 +48,8 @@ __all__ = [
     "changed_layout",
     "clamp_all",
     "close_mesh",
+    "copies_of_all",
+    "copy_all",
     "default_tcp_store",
     "drop_unreduced_gradients",
     "elements_before",
@@ -145,6 +147,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply tensors of one device and dtype in place, in few kernels."""
     torch._foreach_mul_(tensors, factor)
+
+
+def copies_of_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a copy of each of these tensors, which are numbers on one device, in few kernels."""
+    return list(torch._foreach_add(tensors, 0)) if tensors else []
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target, in few kernels."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def clamp_all(tensors: list[torch.Tensor], low: float, high: float) -> None:

@@ -13,7 +13,7 @@ vector instructions, and so to the last bit the same, as if it had not been cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,9 +66,19 @@ class Piece:
         return self.high - self.low
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return these elements of the parameter, or of a contiguous tensor like it; a view."""
-        local = local_tensor(tensor).detach()
-        return local if local.ndim == 0 else local.view(-1)[self.low : self.high]
+        """Return these elements of the parameter, or of a contiguous tensor like it; a view.
+
+        To be called without autograd.
+        """
+        local = local_tensor(tensor)
+        if local.ndim == 0:
+            return local.detach()
+        flat = local.view(-1)
+        return flat if self.num_elements == flat.numel() else flat[self.low : self.high]
+
+    def view(self, key: str, memory: torch.Tensor) -> torch.Tensor:
+        """Return the piece's part of the bytes of its block's region, as elements."""
+        return self.block.views(key, memory)[self.block.pieces.index(self)]
 
 
 @dataclass(eq=False, slots=True)
@@ -79,6 +89,9 @@ class Block:
     regions: dict[str, Region] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """dtype of each region's elements."""
+
+    _sizes: dict[int, list[int]] = field(default_factory=dict)
+    """Width of an element -> what a region of such elements is divided into."""
 
     def keys_without_region(self) -> list[str]:
         """Return the keys that a piece has and the block has no room for yet.
@@ -107,13 +120,22 @@ class Block:
         self.dtypes[key] = next(p.entry.keys[key] for p in self.pieces if key in p.entry.keys)
         self.regions[key] = region
 
-    def views(self, key: str, memory: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Yield every piece with its part of the region's bytes, as a tensor of its elements."""
-        offset, dtype = 0, self.dtypes[key]
+    def views(self, key: str, memory: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return each piece's part of the region's bytes, as a tensor of its elements, in order."""
+        dtype = self.dtypes[key]
+        sizes = self._sizes.get(dtype.itemsize)
+        if sizes is None:
+            sizes = self._sizes[dtype.itemsize] = self._places(dtype.itemsize)
+        parts: Sequence[torch.Tensor] = memory.view(dtype)[: sum(sizes)].split(sizes)
+        return parts if len(parts) == len(self.pieces) else parts[::2]
+
+    def _places(self, width: int) -> list[int]:
+        """Return each piece's elements; each with the padding after it, if there is any."""
+        sizes: list[int] = []
         for piece in self.pieces:
-            size = piece.num_elements * dtype.itemsize
-            yield piece, memory[offset : offset + size].view(dtype)
-            offset += aligned(size, _PIECE_ALIGNMENT)
+            used = piece.num_elements * width
+            sizes += [piece.num_elements, (aligned(used, _PIECE_ALIGNMENT) - used) // width]
+        return sizes if any(sizes[1::2]) else sizes[::2]
 
     def holds(self, key: str) -> bool:
         """Whether the region of a key has anything in it that counts."""

@@ -193,9 +193,7 @@ class Store:
             while ahead < len(regions) and self._tier.read_ahead(regions[ahead]):
                 ahead += 1
             memory = self._tier.get(regions[index])
-            for other, view in piece.block.views(key, memory):
-                if other is piece:
-                    flat[piece.low : piece.high].copy_(view)
+            flat[piece.low : piece.high].copy_(piece.view(key, memory))
             self._tier.put_back(regions[index], changed=False)
         return whole
 
@@ -232,9 +230,7 @@ class Store:
             self.make_regions(block)
             region = block.regions[key]
             memory = self._tier.get(region, fresh=not block.holds(key))
-            for other, view in block.views(key, memory):
-                if other is piece:
-                    view.copy_(flat[piece.low : piece.high])
+            piece.view(key, memory).copy_(flat[piece.low : piece.high])
             self._tier.put_back(region, changed=True)
         self._tier.flush()
         entry.has_state = True
@@ -259,9 +255,8 @@ class Store:
             self.make_regions(piece.block)
             region = piece.block.regions[key]
             memory = self._tier.get(region)  # what is beside it may have been loaded already
-            for other, view in piece.block.views(key, memory):
-                if other is piece:
-                    view[low - piece.low : high - piece.low].copy_(flat[low - begin : high - begin])
+            rows = piece.view(key, memory)[low - piece.low : high - piece.low]
+            rows.copy_(flat[low - begin : high - begin])
             self._tier.put_back(region, changed=True)
         self._tier.flush()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch import copies_of_all, local_tensor
 from shardplug.errors import OptimizerError, StorageError
 from shardplug.optim.blocks import Block, Piece
 from shardplug.optim.classes import Runner, is_like
@@ -25,6 +27,8 @@ from shardplug.tiers.protocol import Tier, Traffic
 
 __all__ = ["StreamedOptimizer"]
 
+_LOG = logging.getLogger("shardplug.optim")
+
 _LOST = (
     "The weights are those from before the step on every rank, but the optimizer's state is half "
     "changed: load the last checkpoint, here or in a new run."
@@ -38,15 +42,22 @@ class _Fetched:
     memory: dict[str, torch.Tensor] = field(default_factory=dict)
     """Bytes of each region that was fetched."""
 
-    views: dict[Piece, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Values of each piece within them."""
+    on_device: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The same where the parameters are."""
 
     weights: dict[Piece, torch.Tensor] = field(default_factory=dict)
     """Weights of the pieces whose parameter rests in a tier, each with its gradient."""
 
 
-_Changed = dict[str, dict[Piece, torch.Tensor | None]]
-"""Key -> piece -> its new value; None where the tier's memory already has it."""
+@dataclass(slots=True)
+class _Changed:
+    """What the update of one block made of its state."""
+
+    in_place: set[str] = field(default_factory=set)
+    """Keys whose values were changed where they were."""
+
+    new: dict[str, dict[Piece, torch.Tensor]] = field(default_factory=dict)
+    """Key -> piece -> a value that is elsewhere."""
 
 
 class StreamedOptimizer:
@@ -100,6 +111,7 @@ class StreamedOptimizer:
         self._can_fail = any(tier.can_fail for tier in self._tiers)
         self._journal = Journal() if self._can_fail else None
         self._entered = False
+        self._logged = False
         if step_is_replaced(optimizer):
             raise OptimizerError(
                 f"Expected {type(optimizer).__name__} to step by its class's method, but `step` "
@@ -156,6 +168,14 @@ class StreamedOptimizer:
 
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._logged:
+            self._logged = True
+            _LOG.info(
+                "%s with its state in tier %s: %d threads of this rank update what is on the CPU",
+                type(optimizer).__name__,
+                self.tier.name,
+                torch.get_num_threads(),
+            )
         before = [tier.traffic.copy() for tier in self._tiers]
         blocks: list[Block] = []
 
@@ -217,13 +237,12 @@ class StreamedOptimizer:
 
     def _fetch(self, block: Block) -> _Fetched:
         """Phase 1: bring the block's state into the tier's memory."""
-        fetched = _Fetched(views={piece: {} for piece in block.pieces})
+        fetched = _Fetched()
+        device = local_tensor(block.pieces[0].entry.parameter).device
         for key, region in block.regions.items():
             if block.holds(key):
                 fetched.memory[key] = self.tier.get(region)
-                for piece, view in block.views(key, fetched.memory[key]):
-                    if piece.entry.holds(key):
-                        fetched.views[piece][key] = view
+                fetched.on_device[key] = fetched.memory[key].to(device)
         if self._weights is not None:
             fetched.weights = self._weights.fetch(block)
         return fetched
@@ -235,71 +254,78 @@ class StreamedOptimizer:
         block: Block,
         fetched: _Fetched,
     ) -> _Changed:
-        """Phase 2: step the block's parameters, and return its new state."""
-        stepped: dict[Piece, torch.Tensor] = {}
-        states: dict[torch.Tensor, dict[str, Any]] = {}
+        """Phase 2: step the block's parameters in one call, and return its new state."""
+        stepped = self._parts(block, fetched)
+        states = _states(block, fetched, stepped)
         options: dict[int, list[torch.Tensor]] = {}
-        for piece in block.pieces:
-            parameter = piece.entry.parameter
-            if parameter.grad is None:
-                continue
-            part = fetched.weights.get(piece)
-            if part is None:
-                part = self._with_own_gradient(piece)
-            stepped[piece] = part
-            options.setdefault(groups[parameter], []).append(part)
-            if piece.entry.has_state:
-                on_device = {k: v.to(part.device) for k, v in fetched.views[piece].items()}
-                # Every piece of a parameter starts from the numbers before the step.
-                states[part] = {**_copies(piece.entry.scalars), **on_device}
+        for piece, part in stepped.items():
+            options.setdefault(groups[piece.entry.parameter], []).append(part)
         made = self._runner.run(
             optimizer,
             [{**optimizer.param_groups[n], "params": parts} for n, parts in options.items()],
             states,
         )
-        changed: _Changed = {}
+        changed = _Changed()
         for piece, part in stepped.items():
-            state = made.get(part, {})
-            self._runner.streamed(state, part)  # refuses what could not be kept
-            self._store.note(piece.entry, {k: v for k, v in state.items() if not is_like(v, part)})
+            before, state = states.get(part, {}), made.get(part, {})
+            if len(before) != len(state) or not all(map(is_, before.values(), state.values())):
+                self._runner.streamed(state, part)  # refuses what could not be kept
+            numbers: dict[str, Any] = {}
             for key, value in state.items():
-                if is_like(value, part):
+                if value is before.get(key) and key in piece.entry.keys:
                     # These classes change all that they keep for an element. Torch's count of a
                     # tensor's changes would not tell: fused kernels leave it as it is.
-                    in_place = value is states.get(part, {}).get(key) and part.is_cpu
-                    changed.setdefault(key, {})[piece] = None if in_place else value
+                    changed.in_place.add(key)
+                elif is_like(value, part):
+                    changed.new.setdefault(key, {})[piece] = value
+                else:
+                    numbers[key] = value
+            self._store.note(piece.entry, numbers)
         return changed
 
-    def _with_own_gradient(self, piece: Piece) -> torch.Tensor:
-        """Return the piece's weights, a view, with the piece's gradient."""
-        parameter = piece.entry.parameter
-        gradient = parameter.grad
-        assert gradient is not None
-        if not local_tensor(gradient).is_contiguous():
-            parameter.grad = gradient = gradient.contiguous()
-        part = piece.of(parameter)
-        own = piece.of(gradient)
-        part.grad = own if self._journal is None else self._journal.record(piece, part, own)
-        return part
+    def _parts(self, block: Block, fetched: _Fetched) -> dict[Piece, torch.Tensor]:
+        """Return the weights of the block's pieces that have a gradient, each with that gradient.
+
+        Where they are changed in place they are saved first.
+        """
+        parts = dict(fetched.weights)
+        own: list[tuple[Piece, torch.Tensor]] = []
+        for piece in block.pieces:
+            parameter = piece.entry.parameter
+            gradient = parameter.grad
+            if gradient is None or piece in parts:
+                continue
+            if not local_tensor(gradient).is_contiguous():
+                parameter.grad = gradient = gradient.contiguous()
+            part = parts[piece] = piece.of(parameter)
+            part.grad = piece.of(gradient)
+            own.append((piece, part))
+        if self._journal is not None:
+            self._journal.save(own)
+        return parts
 
     def _write_back(self, block: Block, fetched: _Fetched, changed: _Changed) -> None:
         """Phase 3: put the block's state back."""
-        for key, values in changed.items():
+        for key in changed.in_place:
+            if fetched.on_device[key] is not fetched.memory[key]:
+                fetched.memory[key].copy_(fetched.on_device[key])
+        for key, values in changed.new.items():
             for piece, value in values.items():
-                if value is not None:
-                    piece.entry.keys.setdefault(key, value.dtype)
-        self._store.make_regions(block)
-        for key in dict.fromkeys((*fetched.memory, *changed)):
+                piece.entry.keys.setdefault(key, value.dtype)
+        if changed.new:
+            self._store.make_regions(block)
+        for key in dict.fromkeys((*fetched.memory, *changed.new)):
             region = block.regions[key]
-            values = changed.get(key, {})
+            values = changed.new.get(key, {})
             memory = fetched.memory.get(key)
             if memory is None:
                 memory = self.tier.get(region, fresh=True)
-            for piece, view in block.views(key, memory):
-                new = values.get(piece)
-                if new is not None:
-                    view.copy_(new)
-            self.tier.put_back(region, changed=bool(values))
+            if values:
+                views = zip(block.pieces, block.views(key, memory), strict=True)
+                for piece, view in views:
+                    if piece in values:
+                        view.copy_(values[piece])
+            self.tier.put_back(region, changed=bool(values) or key in changed.in_place)
         if self._weights is not None:
             for piece, weights in fetched.weights.items():
                 self._weights.write(piece, weights)
@@ -399,5 +425,28 @@ def _with_plain_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
     return {**state_dict, "state": state}
 
 
-def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+def _states(
+    block: Block, fetched: _Fetched, stepped: Mapping[Piece, torch.Tensor]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the state of the pieces that have one, by their weights.
+
+    Its single numbers are copies: every piece of a parameter starts from those before the step.
+    """
+    views = {key: block.views(key, memory) for key, memory in fetched.on_device.items()}
+    states: dict[torch.Tensor, dict[str, Any]] = {}
+    numbers: list[tuple[dict[str, Any], str]] = []
+    for index, piece in enumerate(block.pieces):
+        entry = piece.entry
+        if not entry.has_state or piece not in stepped:
+            continue
+        own = {key: parts[index] for key, parts in views.items() if key in entry.keys}
+        state = states[stepped[piece]] = {**entry.scalars, **own}
+        numbers += [
+            (state, key)
+            for key, value in entry.scalars.items()
+            if isinstance(value, torch.Tensor) and key not in own
+        ]
+    copies = copies_of_all([state[key] for state, key in numbers])
+    for (state, key), copy in zip(numbers, copies, strict=True):
+        state[key] = copy
+    return states

@@ -91,7 +91,7 @@ def use_small_blocks(engine: ZeroEngine) -> None:
     """Cut even small parameters, and let no more than six blocks be on their way."""
     disk = None
     if engine.config.nvme_path is not None:
-        name = f"small{os.getpid()}-{next(_NUMBERS)}"
+        name = f"20260101-{next(_NUMBERS):06d}-{os.getpid():08x}"
         folder = SwapFolder(str(engine.config.nvme_path), name, engine.rank)
         disk = DiskTier(folder, Staging(limit_bytes=6 * SMALL, buffer_bytes=SMALL))
     on_cpu = engine.config.offload_optimizer == "cpu"
