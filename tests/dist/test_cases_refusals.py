@@ -80,7 +80,8 @@ def _different_models() -> None:
     with raises_everywhere(ModelError, "table"):
         engine.shard(model)
     assert engine.models == []
-    engine.shard(TinyLM())  # the ranks are still together
+    engine.shard(TinyLM())
+    dist.barrier()  # the ranks are still together
 
 
 def _bad_meshes() -> None:
