@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardplug.core._torch import close_mesh, uncompiled
+from shardplug.core._torch import TorchDispatchMode, close_mesh, uncompiled
 from shardplug.errors import OptimizerError
 from shardplug.optim.classes import INSTANCE_ATTRIBUTES, is_elementwise
 from shardplug.optim.step import step_is_replaced

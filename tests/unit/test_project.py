@@ -372,7 +372,7 @@ _LAYERS = {  # part of the package -> parts it may import, besides itself
     "_undistributed": {"errors"},
     "config": {"errors"},
     "core": {"config", "errors"},
-    "checkpoint": {"core", "config", "errors"},
+    "checkpoint": {"core", "tiers", "config", "errors"},
     "memory": {"core", "optim", "tiers", "config", "errors"},
     "tiers": {"errors"},
     "params": {"core", "tiers", "errors"},
