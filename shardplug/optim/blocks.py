@@ -126,7 +126,7 @@ class Block:
         sizes = self._sizes.get(dtype.itemsize)
         if sizes is None:
             sizes = self._sizes[dtype.itemsize] = self._places(dtype.itemsize)
-        parts: Sequence[torch.Tensor] = memory.view(dtype)[: sum(sizes)].split(sizes)
+        parts: Sequence[torch.Tensor] = torch.split(memory.view(dtype)[: sum(sizes)], sizes)
         return parts if len(parts) == len(self.pieces) else parts[::2]
 
     def _places(self, width: int) -> list[int]:
