@@ -9,6 +9,7 @@ reaches for a private name.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +35,7 @@ __all__ = [
     "CONVERT_BEFORE",
     "BackwardWatch",
     "GradScaler",
+    "ShardNotes",
     "TensorWithoutMemory",
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
@@ -169,6 +171,11 @@ def clamp_all(tensors: list[torch.Tensor], low: float, high: float) -> None:
 def managed_parameters(root: nn.Module) -> list[nn.Parameter]:
     """Return every sharded parameter, in a fixed order, whatever is registered at the moment."""
     return [p.sharded_param for group in _param_groups(root) for p in group.fsdp_params]
+
+
+def parameters_of_fsdp(root: nn.Module) -> list[Any]:
+    """Return FSDP2's parameters, in the order of `managed_parameters`."""
+    return [param for group in _param_groups(root) for param in group.fsdp_params]
 
 
 def named_managed_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -541,16 +548,47 @@ def run_before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
-_ASSIGNED: Any = WeakTensorKeyDictionary()
-"""What takes over a tensor that is assigned to `parameter.data`, by sharded parameter."""
+class ShardNotes:
+    """Values by sharded parameter, without a reference to it.
+
+    `module.to(...)` raises for a parameter that has weak references.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def set(self, param: Any, value: Any) -> None:
+        """Note a value for the shard of one of FSDP2's parameters, as long as that is there."""
+        key = id(param.sharded_param)
+
+        def gone(known: weakref.ref[Any]) -> None:
+            if key in self._by_id and self._by_id[key][0] is known:
+                del self._by_id[key]
+
+        self._by_id[key] = (weakref.ref(param, gone), value)
+
+    def get(self, tensor: torch.Tensor) -> Any:
+        """Return the value noted for a shard; None for another tensor."""
+        known, value = self._by_id.get(id(tensor), (None, None))
+        param = None if known is None else known()
+        return value if param is not None and param.sharded_param is tensor else None
+
+    def items(self) -> list[tuple[nn.Parameter, Any]]:
+        """Return the shards with their values."""
+        found = [(known(), value) for known, value in list(self._by_id.values())]
+        return [(param.sharded_param, value) for param, value in found if param is not None]
 
 
-def assign_data(parameter: nn.Parameter, take: Callable[[torch.Tensor], None]) -> None:
-    """Let `parameter.data = tensor` call `take(tensor)`.
+_ASSIGNED = ShardNotes()
+"""What takes over a tensor that is assigned to `parameter.data`."""
+
+
+def assign_data(param: Any, take: Callable[[torch.Tensor], None]) -> None:
+    """Let `parameter.data = tensor` call `take(tensor)` for the shard of one of FSDP2's parameters.
 
     torch would exchange what a DTensor seems to be, and leave its local part as it was.
     """
-    _ASSIGNED[parameter] = take
+    _ASSIGNED.set(param, take)
     if "data" in vars(DTensor):
         return
     plain: Any = torch.Tensor.data

@@ -17,6 +17,7 @@ from shardplug.core import _torch
 from shardplug.core.gradient_hooks import GradientHooks, HooksBefore
 from shardplug.core.late import LateParameters
 from shardplug.core.order import Order
+from shardplug.core.outside_use import note_names
 from shardplug.core.peer import InFlight, PeerGather, PeerReduce, ReplicaSum
 from shardplug.core.shared_buffers import SharedBuffers
 from shardplug.core.whole_parameters import WholeParameters
@@ -94,6 +95,7 @@ class Agreement:
         self._late = LateParameters(root, replicated)
         self._watch = _torch.BackwardWatch(root, on_backward)
         self._on_backward = on_backward
+        note_names(root)
         self._hooks = GradientHooks(
             _torch.named_managed_parameters(root),
             hooks_before or {},

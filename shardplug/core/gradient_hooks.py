@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardplug.core import _torch
-from shardplug.core.outside_use import note_name, note_own_gradient
+from shardplug.core.outside_use import note_own_gradient
 from shardplug.core.tier_tensor import in_tier
 from shardplug.errors import ModelError, ScheduleError
 
@@ -49,7 +49,6 @@ class GradientHooks:
         self._hooks: list[tuple[str, nn.Parameter, _torch.UserHooks]] = []
         for name, parameter in named:
             on_gradients, after = before.get(name, ({}, {}))
-            note_name(parameter, name)
             own = functools.partial(_arrives, name, parameter, on_gradient)
             self._hooks.append((name, parameter, _torch.follow_hooks(parameter, own, on_gradients)))
             _torch.take_over_hooks(parameter, after)

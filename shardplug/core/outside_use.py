@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from shardplug.core import _torch
 from shardplug.errors import ScheduleError
 
-__all__ = ["advise", "note_name", "note_own_gradient", "refuse_mixed_use"]
+__all__ = ["advise", "note_names", "note_own_gradient", "refuse_mixed_use"]
 
-_names: Any = _torch.WeakTensorKeyDictionary()
+_names = _torch.ShardNotes()
 """Names of the sharded parameters of all engines."""
 
 _own_gradients: tuple[int, list[str]] = (-1, [])
@@ -33,9 +33,11 @@ _MOST_NODES = 10_000
 _FRAMES = 6
 
 
-def note_name(parameter: torch.Tensor, name: str) -> None:
-    """Remember the name of a sharded parameter."""
-    _names[parameter] = name
+def note_names(root: torch.nn.Module) -> None:
+    """Remember the names of a model's sharded parameters."""
+    named = _torch.named_managed_parameters(root)
+    for param, (name, _) in zip(_torch.parameters_of_fsdp(root), named, strict=True):
+        _names.set(param, name)
 
 
 def note_own_gradient(parameter: torch.Tensor) -> None:
@@ -44,7 +46,7 @@ def note_own_gradient(parameter: torch.Tensor) -> None:
     backward = _torch.current_backward()
     if _own_gradients[0] != backward:
         _own_gradients = (backward, [])
-    _own_gradients[1].append(_names[parameter])
+    _own_gradients[1].append(_names.get(parameter))
 
 
 def refuse_mixed_use() -> None:
@@ -102,8 +104,8 @@ def _origins(tensor: Any) -> Iterator[str]:
     """Yield the names of the parameters that a DTensor was computed from."""
     if not isinstance(tensor, DTensor):
         return
-    if tensor in _names:
-        yield _names[tensor]
+    if name := _names.get(tensor):
+        yield name
     pending: list[Any] = [tensor.grad_fn]
     seen: set[Any] = set()
     while pending and len(seen) < _MOST_NODES:
@@ -112,14 +114,14 @@ def _origins(tensor: Any) -> Iterator[str]:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and variable in _names:
-            yield _names[variable]
+        if variable is not None and (name := _names.get(variable)):
+            yield name
         pending += [following for following, _ in reversed(node.next_functions)]
 
 
 def advise(error: BaseException) -> None:
     """Add what to do to torch's error, if it comes from a parameter that is not there."""
-    if not isinstance(error, RuntimeError) or not len(_names) or _ADVICE in str(error):
+    if not isinstance(error, RuntimeError) or not _names.items() or _ADVICE in str(error):
         return
     text = str(error)
     if "got mixed torch.Tensor and DTensor" in text:
@@ -129,7 +131,7 @@ def advise(error: BaseException) -> None:
         found = _used_as_shard(names)
     elif "appears to not have been used in the graph" in text:
         asked = (t for t in _asked_of_autograd(error) if isinstance(t, torch.Tensor))
-        names = [_names[t] for t in asked if t in _names]
+        names = [name for t in asked if (name := _names.get(t))]
         found = f"{_some(names)} was asked for a gradient as a shard, which no forward uses."
     elif "storage of size 0" in text:
         names = _names_of_shape(text)
