@@ -9,10 +9,11 @@ reaches for a private name.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ __all__ = [
     "GradScaler",
     "TensorWithoutMemory",
     "TorchDispatchMode",
+    "KeptByParameter",
     "WeakTensorKeyDictionary",
     "after_gradient",
     "after_root_backward",
@@ -522,26 +524,61 @@ def run_before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
-_ASSIGNED: Any = WeakTensorKeyDictionary()
+T = TypeVar("T")
+
+
+class KeptByParameter(Generic[T]):
+    """Values by sharded parameter, which go when the object that holds the parameter does.
+
+    There is no weak reference to the parameter itself: `Module.to` refuses DTensors that have one.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def put(self, parameter: torch.Tensor, owner: object, value: T) -> None:
+        """Keep a value for a parameter, as long as `owner`, which holds the parameter, is there."""
+        key = id(parameter)
+
+        def drop(gone: weakref.ref[Any]) -> None:
+            if key in self._values and self._values[key][0] is gone:
+                del self._values[key]
+
+        self._values[key] = (weakref.ref(owner, drop), value)
+
+    def get(self, parameter: object) -> T | None:
+        """Return the value that was kept for a parameter, or None."""
+        found = self._values.get(id(parameter))
+        return None if found is None else found[1]
+
+    def values(self) -> list[T]:
+        """Return all values that are kept."""
+        return [value for _, value in self._values.values()]
+
+
+_ASSIGNED: KeptByParameter[tuple[weakref.ref[Any], Callable[[torch.Tensor], None]]] = (
+    KeptByParameter()
+)
 """What takes over a tensor that is assigned to `parameter.data`, by sharded parameter."""
 
 
-def assign_data(parameter: nn.Parameter, take: Callable[[torch.Tensor], None]) -> None:
-    """Let `parameter.data = tensor` call `take(tensor)`.
+def assign_data(param: Any, take: Callable[[torch.Tensor], None]) -> None:
+    """Let `data = tensor`, on the sharded parameter of an FSDPParam, call `take(tensor)`.
 
     torch would exchange what a DTensor seems to be, and leave its local part as it was.
     """
-    _ASSIGNED[parameter] = take
+    _ASSIGNED.put(param.sharded_param, param, (weakref.ref(param), take))
     if "data" in vars(DTensor):
         return
     plain: Any = torch.Tensor.data
 
     def assign(self: DTensor, value: torch.Tensor) -> None:
-        found = _ASSIGNED.get(self)
-        if found is None:
+        known, take = _ASSIGNED.get(self) or (None, None)
+        param = known() if known else None
+        if take is None or param is None or param.sharded_param is not self:
             plain.__set__(self, value)
         else:
-            found(value)
+            take(value)
 
     DTensor.data = property(plain.__get__, assign)  # type: ignore[assignment]
 

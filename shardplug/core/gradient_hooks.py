@@ -49,7 +49,7 @@ class GradientHooks:
         self._hooks: list[tuple[str, nn.Parameter, _torch.UserHooks]] = []
         for name, parameter in named:
             on_gradients, after = before.get(name, ({}, {}))
-            note_name(parameter, name)
+            note_name(parameter, name, self)
             own = functools.partial(_arrives, name, parameter, on_gradient)
             self._hooks.append((name, parameter, _torch.follow_hooks(parameter, own, on_gradients)))
             _torch.take_over_hooks(parameter, after)

@@ -18,8 +18,8 @@ from shardplug.errors import ScheduleError
 
 __all__ = ["advise", "note_name", "note_own_gradient", "refuse_mixed_use"]
 
-_names: Any = _torch.WeakTensorKeyDictionary()
-"""Names of the sharded parameters of all engines."""
+_names: _torch.KeptByParameter[tuple[str, list[int]]] = _torch.KeptByParameter()
+"""Names and sorted sizes of the sharded parameters of all engines."""
 
 _own_gradients: tuple[int, list[str]] = (-1, [])
 """A backward, and the parameters whose shards it has brought gradients to as DTensors."""
@@ -33,9 +33,13 @@ _MOST_NODES = 10_000
 _FRAMES = 6
 
 
-def note_name(parameter: torch.Tensor, name: str) -> None:
-    """Remember the name of a sharded parameter."""
-    _names[parameter] = name
+def note_name(parameter: torch.Tensor, name: str, owner: object) -> None:
+    """Remember the name of a sharded parameter while `owner`, which holds it, is there."""
+    _names.put(parameter, owner, (name, sorted(parameter.shape)))
+
+
+def _name_of(tensor: object) -> list[str]:
+    return [name for name, _ in filter(None, [_names.get(tensor)])]
 
 
 def note_own_gradient(parameter: torch.Tensor) -> None:
@@ -44,7 +48,7 @@ def note_own_gradient(parameter: torch.Tensor) -> None:
     backward = _torch.current_backward()
     if _own_gradients[0] != backward:
         _own_gradients = (backward, [])
-    _own_gradients[1].append(_names[parameter])
+    _own_gradients[1].extend(_name_of(parameter))
 
 
 def refuse_mixed_use() -> None:
@@ -102,23 +106,20 @@ def _origins(tensor: Any) -> Iterator[str]:
     """Yield the names of the parameters that a DTensor was computed from."""
     if not isinstance(tensor, DTensor):
         return
-    if tensor in _names:
-        yield _names[tensor]
+    yield from _name_of(tensor)
     pending, seen = [tensor.grad_fn], set()
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and variable in _names:
-            yield _names[variable]
+        yield from _name_of(getattr(node, "variable", None))
         pending += [following for following, _ in reversed(node.next_functions)]
 
 
 def advise(error: BaseException) -> None:
     """Add what to do to torch's error, if it comes from a parameter that is not there."""
-    if not isinstance(error, RuntimeError) or not len(_names) or _ADVICE in str(error):
+    if not isinstance(error, RuntimeError) or not _names.values() or _ADVICE in str(error):
         return
     text = str(error)
     if "got mixed torch.Tensor and DTensor" in text:
@@ -128,7 +129,7 @@ def advise(error: BaseException) -> None:
         found = _used_as_shard(names)
     elif "appears to not have been used in the graph" in text:
         asked = (t for t in _asked_of_autograd(error) if isinstance(t, torch.Tensor))
-        names = [_names[t] for t in asked if t in _names]
+        names = [name for t in asked for name in _name_of(t)]
         found = f"{_some(names)} was asked for a gradient as a shard, which no forward uses."
     elif "storage of size 0" in text:
         names = _names_of_shape(text)
@@ -167,5 +168,5 @@ def _names_of_shape(text: str) -> list[str]:
     if match is None:
         return []
     sizes = sorted(int(size) for size in match[1].split(",") if size.strip())
-    alike = [name for parameter, name in _names.items() if sorted(parameter.shape) == sizes]
+    alike = [name for name, its in _names.values() if its == sizes]
     return list(dict.fromkeys(alike))

@@ -285,7 +285,7 @@ def take_whole_tensors(
     by_module: dict[nn.Module, dict[str, tuple[Any, Any]]] = {}
     for _, group in unit_groups(model):
         for param in group.fsdp_params:
-            assign_data(param.sharded_param, functools.partial(_assign, weakref.ref(param)))
+            assign_data(param, functools.partial(_assign, weakref.ref(param)))
             for module, name in places_of(param):
                 by_module.setdefault(module, {})[name] = (param, group)
     whole = {id(parameter) for parameter in replicated}
