@@ -87,6 +87,7 @@ __all__ = [
     "places_of",
     "refresh_dtypes",
     "register_extra_outputs",
+    "renew_shard",
     "replaced_parameters",
     "replicas_of",
     "reset_iteration",
@@ -540,6 +541,26 @@ def elements_before(param: Any) -> int:
     return int(param.padded_sharded_param_size.numel() * param.mesh_info.shard_mesh_rank)
 
 
+def renew_shard(param: Any, rows: torch.Tensor) -> bool:
+    """Give a parameter at rest other memory for its shard; what refers to the old one keeps it.
+
+    Args:
+        param: FSDP2's parameter.
+        rows: This rank's rows, in the dtype and on the device of the shard, in memory of their own.
+
+    Returns:
+        Whether it has it: a parameter that is gathered, or rests in a tier, is left as it is.
+    """
+    info = param._module_info
+    local = param.sharded_param._local_tensor
+    at_rest = getattr(info.module, info.param_name) is param.sharded_param
+    if not at_rest or type(local) is not torch.Tensor:
+        return False
+    param.sharded_param._local_tensor = rows
+    param.reset_sharded_param()
+    return True
+
+
 def run_before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     """Call `hook(module, state_dict, prefix, local_metadata, ...)` first when a module loads."""
     register: Any = module._register_load_state_dict_pre_hook
@@ -923,6 +944,10 @@ _CHANGED_IN_PLACE = tuple(
     )
 ) + ("__iadd__", "__imul__", "__isub__", "__itruediv__")
 _EXTREMES = {"max": "max", "amax": "max", "min": "min", "amin": "min"}
+_PARTS = ("__getitem__", "narrow", "select")
+_WRITTEN = ("copy_", "fill_", "zero_")
+_RANDOM = ("bernoulli_", "cauchy_", "exponential_", "log_normal_", "normal_", "random_", "uniform_")
+_MODIFY = "Change weights inside `with engine.gathered(part, modify=True, src=0):`."
 
 
 def guard_partial_reads() -> None:
@@ -932,18 +957,22 @@ def guard_partial_reads() -> None:
     torch's `.item()` would return that part with no error, and differently on each rank: it raises.
     Such a tensor is reduced before it is changed in place, which torch refuses. The largest and the
     smallest value of a tensor leave ranks without rows out, where torch raises on those ranks
-    alone.
+    alone. Two kinds of writes raise, as they would do something else than on a whole tensor:
+    random numbers, which CPU ranks would draw alike for different rows, and writes to rows or
+    slices of a shard, which DTensor copies.
     """
-    for name in (*_CHANGED_IN_PLACE, *_EXTREMES):
-        original = getattr(DTensor, name)
-        if not getattr(original, "_shardplug_guard", False):
-            guard = _reduced_first if name in _CHANGED_IN_PLACE else _extreme
-            setattr(DTensor, name, guard(name, original))
-    for name in _GUARDED:
+    guards: dict[str, Callable[..., Callable[..., Any]]] = {
+        **dict.fromkeys(_PARTS, _part_of_shards),
+        **dict.fromkeys(_WRITTEN, _refused_on_parts),
+        **dict.fromkeys(_CHANGED_IN_PLACE, _reduced_first),
+        **dict.fromkeys(_RANDOM, _refused_on_shards),
+        **dict.fromkeys(_EXTREMES, _extreme),
+        **dict.fromkeys(_GUARDED, _guarded),
+    }
+    for name, guard in guards.items():
         original = getattr(DTensor, name, None)
-        if original is None or getattr(original, "_shardplug_guard", False):
-            continue
-        setattr(DTensor, name, _guarded(name, original))
+        if original is not None and not getattr(original, "_shardplug_guard", False):
+            setattr(DTensor, name, guard(name, original))
 
 
 def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -962,9 +991,69 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
+def _is_shard(tensor: DTensor) -> bool:
+    mesh = tensor.device_mesh
+    return mesh.size() > 1 and any(placement.is_shard() for placement in tensor.placements)
+
+
+def _part_of_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def part(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        # With a tensor or a list for an index the result is a copy of any tensor.
+        keys = args[0] if name == "__getitem__" and args else None
+        simple = all(
+            key is None or key is Ellipsis or isinstance(key, (int, slice))
+            for key in (keys if isinstance(keys, tuple) else (keys,))
+        )
+        if simple and isinstance(result, DTensor) and _is_shard(self):
+            result._shardplug_part = not share_memory(  # type: ignore[attr-defined]
+                result._local_tensor, self._local_tensor
+            )
+        return result
+
+    part._shardplug_guard = True  # type: ignore[attr-defined]
+    return part
+
+
+def _refuse_parts(tensor: DTensor, name: str) -> None:
+    if getattr(tensor, "_shardplug_part", False):
+        raise RuntimeError(
+            f"Expected whole parameters to be changed, got {name}() of rows or a slice of a "
+            "sharded one (DTensor): that is a copy, and the parameter would stay as it is. "
+            f"{_MODIFY}"
+        )
+
+
+def _refused_on_parts(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        _refuse_parts(self, name)
+        return original(self, *args, **kwargs)
+
+    write._shardplug_guard = True  # type: ignore[attr-defined]
+    return write
+
+
+def _refused_on_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        _refuse_parts(self, name)
+        if self.device_mesh.device_type == "cpu" and _is_shard(self):
+            raise RuntimeError(
+                f"Expected random numbers to be drawn for whole parameters, got {name}() on a "
+                f"sharded one (DTensor): each rank would draw the same for its rows. {_MODIFY}"
+            )
+        return original(self, *args, **kwargs)
+
+    draw._shardplug_guard = True  # type: ignore[attr-defined]
+    return draw
+
+
 def _reduced_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def change(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        _refuse_parts(self, name)
         partial = any(placement.is_partial() for placement in self.placements)
         if partial and not self.requires_grad:
             whole = self.redistribute(

@@ -25,6 +25,7 @@ from shardplug.core._torch import (
     own_rows,
     pause_resets,
     places_of,
+    renew_shard,
     run_before_loading,
     unit_groups,
 )
@@ -309,7 +310,11 @@ def _assign(known: weakref.ref[Any], value: torch.Tensor) -> None:
             f"{label_of(param)}, which is sharded, got {tuple(value.shape)} and {value.dtype}. "
             "Resize or convert parameters before they are sharded."
         )
-    put_rows(param, _rows_for(param, value))
+    rows = _rows_for(param, value)
+    local = local_tensor(expected)
+    # As with any parameter, a tensor that was taken by `parameter.data` before keeps its values.
+    if in_tier(local) is not None or not renew_shard(param, rows.detach().to(local, copy=True)):
+        put_rows(param, rows)
 
 
 def _rows_for(param: Any, value: torch.Tensor) -> torch.Tensor:
