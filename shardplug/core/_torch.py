@@ -664,7 +664,7 @@ def _with_grad_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 def take_history(outer: torch.Tensor, inner: torch.Tensor) -> None:
     """Let a tensor have the history of another one for the same memory, which was changed."""
-    with torch.autograd._unsafe_preserve_version_counter(outer):
+    with torch.autograd._unsafe_preserve_version_counter(outer):  # type: ignore[attr-defined]
         outer.copy_(inner)
 
 
@@ -1504,7 +1504,7 @@ def add_whole_gradient(param: Any, grad: torch.Tensor) -> None:
 def end_of_backward(root: nn.Module) -> None:
     """Within a backward: let FSDP2 reduce gradients when it ends, as if it went through units."""
     assert isinstance(root, FSDPModule)
-    root._get_fsdp_state()._register_root_post_backward_final_callback()
+    root._get_fsdp_state()._register_root_post_backward_final_callback()  # type: ignore[no-untyped-call]
 
 
 def before_root_backward_ends(root: nn.Module, action: Callable[[], None]) -> None:
@@ -1547,7 +1547,7 @@ class PausableUnits:
             ):
                 key = next(key for key, hook in hooks.items() if hook == own)
                 call = functools.partial(self._either, own, functools.partial(other, state))
-                hooks[key] = torch.compiler.disable(functools.wraps(own)(call))
+                hooks[key] = torch.compiler.disable(functools.wraps(own)(call))  # type: ignore[no-untyped-call]
             state._register_pre_backward_hook = functools.partial(  # type: ignore[method-assign]
                 self._register, unit, state
             )
@@ -1573,11 +1573,11 @@ class PausableUnits:
         if torch._C._are_functorch_transforms_active():
             return type(state)._register_pre_backward_hook(state, output)
         for tensor in _grad_tensors(output):
-            tensor.register_hook(state._pre_backward)
+            tensor.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 # A change in place of a view gives it a new history, which begins at its base.
-                base.register_hook(functools.partial(self._pre_backward, state))
+                base.register_hook(functools.partial(self._pre_backward, state))  # type: ignore[no-untyped-call]
         return output
 
     def _pre_backward(self, state: Any, grad: torch.Tensor) -> None:
@@ -1644,7 +1644,7 @@ def take_over_hooks(parameter: nn.Parameter, after: dict[int, Any]) -> None:
     if known:
         known.update(after)
     else:
-        parameter._post_accumulate_grad_hooks = after  # type: ignore[attr-defined]
+        parameter._post_accumulate_grad_hooks = after
 
 
 def wait_for_reductions(root: nn.Module) -> None:

@@ -106,7 +106,8 @@ def _origins(tensor: Any) -> Iterator[str]:
         return
     if name := _names.get(tensor):
         yield name
-    pending, seen = [tensor.grad_fn], set()
+    pending: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop()
         if node is None or node in seen:

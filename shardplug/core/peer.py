@@ -182,7 +182,7 @@ class ReplicaSum(dist.ProcessGroup):
         in_flight: InFlight,
         may_wait: Callable[[torch.dtype], bool],
     ) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._order = order
         self._unit = unit
         self._group = group
