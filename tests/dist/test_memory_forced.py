@@ -88,15 +88,6 @@ CASES = {
     ),
     "gathered units": Case("gathered", "zero2", **LARGE, layers=6, budget=0.93),
     "whole gradients": Case("gradients", "zero1", **LARGE, layers=6, accumulate=3),
-    "full drive": Case(
-        "optimizer_state_nvme",
-        "zero2,offload_optimizer=nvme",
-        **LARGE,
-        layers=2,
-        optimizer="adamw",
-        budget=2.0,
-        disk=2**20,
-    ),
     "frozen part": Case("gathered", "zero2", **LARGE, layers=6, frozen=True, optimizer="adamw"),
     "host tier": Case(
         "optimizer_state_cpu", "zero3_cpu", **LARGE, layers=16, optimizer="adamw", budget=0.92
