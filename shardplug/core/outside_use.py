@@ -107,7 +107,8 @@ def _origins(tensor: Any) -> Iterator[str]:
     if not isinstance(tensor, DTensor):
         return
     yield from _name_of(tensor)
-    pending, seen = [tensor.grad_fn], set()
+    pending: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop()
         if node is None or node in seen:
