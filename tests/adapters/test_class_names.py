@@ -193,6 +193,7 @@ def names(stage: int) -> None:
             with pytest.raises(ScheduleError, match=r"full_state_dict\(\)"):
                 refused(model)
     assert type(model.blocks[0][:1]) is nn.Sequential  # parts of a container are plain ones
+    assert model.to("cpu") is model  # torch refuses DTensors that have a weak reference
     # Other code in the process may shard by itself, and finds the class that torch names.
     other = torch.distributed.fsdp.fully_shard(nn.Sequential(nn.Linear(4, 4)))
     assert type(other).__name__ == "FSDPSequential"
