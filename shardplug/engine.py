@@ -254,8 +254,8 @@ class ZeroEngine:
         self._binding.record(before, model)
         assert isinstance(model, FSDPModule)
         self._schedule.attach(model)
+        _torch.settle_root(model)  # takes over parameters that were filled after they were sharded
         self._adopt(model, forward_methods, plan.blocks, hooks)
-        _torch.settle_root(model)
         calls = self._sharded[-1].calls
         calls.note_layouts()
         take_whole_tensors(model, self._sharded[-1].replicated, calls.writes, lambda: calls.holds)

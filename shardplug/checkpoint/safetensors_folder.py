@@ -125,7 +125,8 @@ def read_index(file: Path) -> dict[str, str]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: {error!r}.") from error
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise CheckpointError(f"{file} is damaged, or no index of weights: {why}.") from error
     if not isinstance(found, dict) or not all(isinstance(n, str) for n in found.values()):
         raise CheckpointError(f"{file} is damaged: its weight_map does not name files.")
     return found

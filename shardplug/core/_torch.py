@@ -1108,9 +1108,11 @@ def before_mixed_scalars(action: Callable[[Iterable[Any], str], None]) -> None:
 
     @functools.wraps(original)
     def checked(self: Any, op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
-        if torch.is_grad_enabled():
+        returns = (str(value.type) for value in op._schema.returns)
+        if torch.is_grad_enabled() and any("Tensor" in kind for kind in returns):
             tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-            if any(t.requires_grad and not isinstance(t, DTensor) for t in tensors):
+            plain = (t for t in tensors if not isinstance(t, DTensor))
+            if any(t.requires_grad and not t.ndim for t in plain):  # torch refuses others itself
                 action(tensors, str(op))
         return original(self, op, args, kwargs, *rest)
 
