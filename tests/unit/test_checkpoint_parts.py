@@ -18,6 +18,7 @@ from shardplug.checkpoint import (
     Reader,
     is_checkpoint,
     load_optimizer,
+    source,
     state_of_model,
     state_of_optimizer,
     write,
@@ -202,22 +203,26 @@ def test_meta_is_read_once_and_without_running_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_checkpoint(tmp_path / "c")
-    opened = []
-    original = torch.load
+    opened, allowed = [], []
+    original, load_plain = torch.load, source.load_plain
 
-    def counting(file: Any, **options: Any) -> Any:
-        if str(getattr(file, "name", file)).endswith("meta.pt"):
-            opened.append(options["weights_only"])
+    def counting(file: Any) -> Any:
+        opened.append(Path(file).name)
+        return load_plain(file)
+
+    def loading(file: Any, **options: Any) -> Any:
+        allowed.append(options["weights_only"])
         return original(file, **options)
 
-    monkeypatch.setattr(torch, "load", counting)
+    monkeypatch.setattr(source, "load_plain", counting)
+    monkeypatch.setattr(torch, "load", loading)
     reader = Reader(tmp_path / "c")
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     reader.load(model, [optimizer])
     reader.optimizer_state(0, model, optimizer)
     assert reader.meta["step"] == 4
-    assert opened == [True]
+    assert opened == ["meta.pt"] and set(allowed) == {True}
 
     file = tmp_path / "c" / "meta.pt"
     torch.save({"step": 4, "trap": Trap()}, file)
