@@ -111,7 +111,7 @@ def _repacked(file: IO[bytes]) -> tuple[int, IO[bytes]]:
         if len({entry.filename for entry in entries}) < len(entries):
             raise ValueError("it has two parts of one name")
         for entry in entries:
-            new.writestr(entry.filename, old.read(entry))
+            new.writestr(zipfile.ZipInfo(entry.filename), old.read(entry))
     target.seek(0)
     return size, target
 
