@@ -8,6 +8,7 @@ whole, as one process would see it; each rank keeps its own rows of what comes b
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,10 +47,12 @@ class GradientHooks:
         device: torch.device,
     ) -> None:
         self._device = device
+        self._on_gradient = on_gradient
         self._hooks: list[tuple[str, nn.Parameter, _torch.UserHooks]] = []
         for name, parameter in named:
             on_gradients, after = before.get(name, ({}, {}))
-            own = functools.partial(_arrives, name, parameter, on_gradient)
+            # Weak: Python's collector does not see what a parameter's hook refers to.
+            own = functools.partial(_arrives, weakref.ref(self), len(self._hooks))
             self._hooks.append((name, parameter, _torch.follow_hooks(parameter, own, on_gradients)))
             _torch.take_over_hooks(parameter, after)
 
@@ -114,19 +117,20 @@ class GradientHooks:
 
 
 def _arrives(
-    name: str,
-    parameter: nn.Parameter,
-    on_gradient: Callable[[nn.Parameter], None],
-    grad: torch.Tensor,
+    owner: weakref.ref[GradientHooks], index: int, grad: torch.Tensor
 ) -> torch.Tensor | None:
     """Prepare for a gradient of a loss that was made of the shard itself, as a DTensor."""
+    hooks = owner()
+    if hooks is None:
+        return None
+    name, parameter, _ = hooks._hooks[index]
     if in_tier(_torch.local_tensor(parameter)) is not None:
         raise ModelError(
             f"Expected a loss of whole parameters, got one of the shard of {name}, which rests in "
             "files. Make it inside `with engine.gathered(model, grad=True):`."
         )
     note_own_gradient(parameter)
-    on_gradient(parameter)
+    hooks._on_gradient(parameter)
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
         if grad.placements != parameter.placements:
             return grad.redistribute(placements=parameter.placements)

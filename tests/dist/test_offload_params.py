@@ -236,10 +236,15 @@ def test_a_changed_order_costs_no_correctness(pool: RankPool, tmp_path: Path) ->
 def replaced(root: str) -> None:
     engine = engine_of(root)
     model = engine.shard(TinyLM())
-    state = model.state_dict()
-    assert state
-    with pytest.raises(ModelError, match="rest in a tier, but it was replaced"):
-        model.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+    before = engine.full_state_dict(model)
+    assert before
+    model.load_state_dict({name: 2 * value for name, value in before.items()}, assign=True)
+    after = engine.full_state_dict(model)
+    assert all(torch.equal(after[name], 2 * before[name]) for name in before)
+    block = model.blocks[0]
+    block.up.weight = nn.Parameter(torch.zeros(block.up.weight.shape))
+    with pytest.raises(ModelError, match=r"blocks\.0\.up\.weight"):
+        model(tokens(0, 0, 0))
 
 
 def test_replacing_a_parameter_is_refused(pool: RankPool, tmp_path: Path) -> None:
