@@ -199,6 +199,9 @@ def _serve(pipe: Connection, stacks: Path) -> None:
             sys.excepthook = hook  # torch puts one more around it for each process group
             multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
             fn = args = kwargs = value = None
-            gc.collect()  # else what this job leaves goes at some moment of a later one
+            # Else what this job leaves goes at some moment of a later one. A parameter's hooks are
+            # out of the collector's sight, so that what they hold goes one collection later.
+            for _ in range(3):
+                gc.collect()
             gc.freeze()  # what is left is modules: the next collection need not look at them
         pipe.send(message)
