@@ -135,7 +135,8 @@ def _live_bytes() -> int:
     gc.collect()
     kept = [thing for thing in gc.get_objects() if type(thing) is _AtGather]
     sums = {id(part) for thing in kept for part in (*(thing.rows or ()), *(thing.shard or ()))}
-    sizes = {torch.int64: dist.get_world_size(), torch.uint8: _TEXT_BYTES}
+    codes, text = range(dist.get_world_size() + 1), (_TEXT_BYTES,)
+    messages = {torch.int64: codes, torch.uint8: text}
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         # type(), as isinstance() asks proxies for their class, and some warn then
@@ -143,7 +144,7 @@ def _live_bytes() -> int:
             continue
         if id(thing) in sums:
             continue
-        if thing.ndim == 1 and thing.numel() <= sizes.get(thing.dtype, 0):
+        if thing.ndim == 1 and thing.numel() in messages.get(thing.dtype, ()):
             continue
         # Python may have no object for a gradient that nothing looked at yet.
         grad = thing.grad if thing.is_leaf else None

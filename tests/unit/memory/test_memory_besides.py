@@ -50,8 +50,8 @@ def test_besides_is_what_is_used_less_books_and_plan() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not say")
 def test_what_malloc_keeps_is_what_was_freed() -> None:
-    before = kept_by_malloc()
     held = [bytes(2000) for _ in range(4000)]  # 8 MB in blocks of the heap
+    before = kept_by_malloc()
     held = held[1::2]  # what is between them cannot leave the heap
     assert 1e6 < kept_by_malloc() - before < 8e6
     assert len(held) == 2000
