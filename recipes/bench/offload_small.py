@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
+from shardplug.core._torch import laid_out_like, local_tensor
 
 TIERS = {"none": "device", "cpu": '"cpu"', "nvme": '"nvme"'}
 SHAPES = {"512 of 64 k": (512, 2**16), "32 of 1 M": (32, 2**20)}
@@ -54,8 +55,9 @@ def cpu_time(optimizer: torch.optim.Optimizer) -> float:
     """Step once with new gradients; return the CPU seconds of the step alone."""
     for parameter in optimizer.param_groups[0]["params"]:
         if isinstance(parameter, DTensor):
-            local = torch.full_like(parameter.to_local(), 1e-3)
-            parameter.grad = DTensor.from_local(local, parameter.device_mesh, parameter.placements)
+            # As FSDP2 makes it: with no view of autograd below it.
+            local = torch.full_like(local_tensor(parameter), 1e-3)
+            parameter.grad = laid_out_like(local, parameter)
         else:
             parameter.grad = torch.full_like(parameter, 1e-3)
     begin = time.process_time()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardplug.core._torch import copies_of_all, local_tensor
 from shardplug.errors import OptimizerError, StorageError
-from shardplug.optim.blocks import Block, Piece
+from shardplug.optim.blocks import Block, Entry, Piece
 from shardplug.optim.classes import Runner, is_like
 from shardplug.optim.journal import Journal
 from shardplug.optim.state import ParameterState, StreamedState
@@ -256,7 +256,7 @@ class StreamedOptimizer:
     ) -> _Changed:
         """Phase 2: step the block's parameters in one call, and return its new state."""
         stepped = self._parts(block, fetched)
-        states = _states(block, fetched, stepped)
+        states = _states(block, fetched, stepped, may_be_undone=self._journal is not None)
         options: dict[int, list[torch.Tensor]] = {}
         for piece, part in stepped.items():
             options.setdefault(groups[piece.entry.parameter], []).append(part)
@@ -268,9 +268,17 @@ class StreamedOptimizer:
         changed = _Changed()
         for piece, part in stepped.items():
             before, state = states.get(part, {}), made.get(part, {})
-            if len(before) != len(state) or not all(map(is_, before.values(), state.values())):
-                self._runner.streamed(state, part)  # refuses what could not be kept
             numbers: dict[str, Any] = {}
+            if (
+                before
+                and len(before) == len(state)
+                and all(map(is_, before.values(), state.values()))
+            ):
+                changed.in_place.update(before.keys() & piece.entry.keys)
+                if not _numbers_are_copied(piece.entry, self._journal is not None):
+                    continue
+            else:
+                self._runner.streamed(state, part)  # refuses what could not be kept
             for key, value in state.items():
                 if value is before.get(key) and key in piece.entry.keys:
                     # These classes change all that they keep for an element. Torch's count of a
@@ -425,13 +433,23 @@ def _with_plain_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
     return {**state_dict, "state": state}
 
 
-def _states(
-    block: Block, fetched: _Fetched, stepped: Mapping[Piece, torch.Tensor]
-) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the state of the pieces that have one, by their weights.
+def _numbers_are_copied(entry: Entry, may_be_undone: bool) -> bool:
+    """Whether a step must leave the single numbers of a parameter's state as they were.
 
-    Its single numbers are copies: every piece of a parameter starts from those before the step.
+    Every piece of a parameter starts from those before the step, and so does a step that is tried
+    again.
     """
+    return may_be_undone or len(entry.pieces) > 1
+
+
+def _states(
+    block: Block,
+    fetched: _Fetched,
+    stepped: Mapping[Piece, torch.Tensor],
+    *,
+    may_be_undone: bool,
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the state of the pieces that have one, by their weights."""
     views = {key: block.views(key, memory) for key, memory in fetched.on_device.items()}
     states: dict[torch.Tensor, dict[str, Any]] = {}
     numbers: list[tuple[dict[str, Any], str]] = []
@@ -441,6 +459,8 @@ def _states(
             continue
         own = {key: parts[index] for key, parts in views.items() if key in entry.keys}
         state = states[stepped[piece]] = {**entry.scalars, **own}
+        if not _numbers_are_copied(entry, may_be_undone):
+            continue
         numbers += [
             (state, key)
             for key, value in entry.scalars.items()
