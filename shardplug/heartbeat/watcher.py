@@ -318,7 +318,8 @@ class Watcher:
     def _end(self, cause: str) -> None:
         """Say why, and end this process, which may be in the middle of anything."""
         if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # the other thread is at it
+            self._ended.wait()  # the other thread is at it, which ends the process
+            return
         self._verdict = self._verdict or cause
         if self._raised:  # its own exception is on its way out
             self._ended.wait(self._limits.grace_seconds)

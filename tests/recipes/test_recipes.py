@@ -352,18 +352,18 @@ def test_smollm2_is_fine_tuned_alike_by_both(tmp_path):
     small = {
         "model": "smollm2",
         "data": "docstrings",
-        "steps": 3,
+        "steps": 2,
         "save_every": 0,
         "export": False,
         "micro_batch": 1,
         "held_out_rows": 4,
         "learning_rate": 5e-5,
     }
-    names = ["smollm2_l1", "smollm2_l2", "smollm2_l3", "smollm2_a1", "smollm2_a2", "smollm2_a3"]
+    names = ["smollm2_l2", "smollm2_l3", "smollm2_a1", "smollm2_a3"]
     for name in names:  # one process pair each: the model is most of a run's memory
         runs.launch([runs.job(name, **small)], world_size=2)
     expected = runs.losses("smollm2_l3")
-    assert list(expected) == [1, 2, 3]
+    assert list(expected) == [1, 2]
     for name in names:
         assert runs.losses(name) == pytest.approx(expected, rel=1e-5)
         before, after = runs.held_out(name)

@@ -145,6 +145,7 @@ def _first_to_leave(folder: str) -> str:
 def _gone_without_a_word(folder: str) -> None:
     order = Order(_group(), compare=True)
     order.units.append("left")
+    dist.barrier()  # an order that is being made asks for messages of the other rank already
     if dist.get_rank():
         os._exit(1)
     with raises_everywhere(RuntimeError, "gathers left", "first error of the other ranks"):
