@@ -17,6 +17,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 
 from tests.support.pool import RankPool
+from tests.support.slow import slow_tests
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what tests/slow.txt lists."""
+    for mark, beginnings in slow_tests().items():
+        for item in items:
+            if item.nodeid.startswith(beginnings):
+                item.add_marker(mark)
 
 
 @pytest.fixture(scope="session", autouse=True)

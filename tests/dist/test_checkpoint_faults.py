@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import json
 import os
@@ -410,6 +411,8 @@ def _on_a_full_drive(drive: str, few_files: str) -> None:
         )
     ):
         if number == 3:  # needs less than a checkpoint
+            gc.collect()  # errors may hold files that are gone, and their room
+            dist.barrier()
             free = shutil.disk_usage(drive).free
             dist.barrier()
             if rank == 0:

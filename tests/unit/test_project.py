@@ -11,6 +11,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import shardplug
+from tests.support.slow import slow_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "shardplug"
@@ -44,6 +46,24 @@ TORCH_BOUNDARY = PACKAGE / "core" / "_torch.py"
 
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    """Its default leaves out folders named dist."""
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    names = {part for folder in folders for part in folder.relative_to(ROOT).parts}
+    assert {"tests", "dist", "adapters"} <= names
+    left_out = pytestconfig.getini("norecursedirs")
+    assert left_out and not [n for n in names for pattern in left_out if fnmatch(n, pattern)]
+
+
+def test_the_list_of_slow_tests_names_tests() -> None:
+    lines = [line for lines in slow_tests().values() for line in lines]
+    assert lines and slow_tests().keys() == {"slow", "matrix"}
+    for line in lines:
+        file, _, name = line.partition("::")
+        text = (ROOT / file).read_text()
+        assert not name or re.search(rf"^def {name.partition('[')[0]}", text, re.M), line
 
 
 # -- README and documentation ---------------------------------------------------------------------
