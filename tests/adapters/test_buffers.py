@@ -151,7 +151,7 @@ def engine_trains(stage: int, accumulate: int) -> None:
     assert_as_reference(model, reference(world_size, accumulate))
     # What is not in the state_dict, or has another shape on each rank, is each rank's own.
     assert model[0].scratch.item() == batch(STEPS - 1, rank, accumulate - 1).sum().item()
-    assert len(model[0].rows.grown) == 4 + rank
+    assert torch.equal(model[0].rows.grown, torch.arange(4.0 + rank))
     recalibrates(engine, model)
 
 
@@ -213,11 +213,22 @@ def evaluates_alone() -> None:
             loss_of(model, batch(1, 1)).backward()
 
 
+def goes_on_alone() -> None:
+    """A rank with more to do than the others, which are sharing buffers already, is told so."""
+    engine, model = ZeroEngine(ZeroConfig(stage=3)), build()
+    engine.shard(model)
+    with raises_everywhere(ScheduleError, "rank 1"), engine.micro_step(last=False):
+        loss_of(model, batch(0, engine.rank)).backward()
+        if engine.rank == 1:
+            model(batch(1, 1))
+
+
 def on_engine() -> None:
     for stage, accumulate in ((1, 2), (2, 1), (3, 2)):
         engine_trains(stage, accumulate)
     two_graphs_at_once()
     evaluates_alone()
+    goes_on_alone()
 
 
 def test_buffers_of_rank_0_count_on_every_rank(pool: RankPool) -> None:

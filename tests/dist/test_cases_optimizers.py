@@ -164,6 +164,12 @@ def _group_added_later(stage: int) -> None:
     assert_same_weights(engine, model, reference)
 
 
+def mean_over_ranks(loss: torch.Tensor) -> torch.Tensor:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
 def _closures(stage: int) -> None:
     """`step(closure)` runs the forward and backward itself."""
     torch.manual_seed(7)
@@ -177,11 +183,15 @@ def _closures(stage: int) -> None:
 
         def closure(step: int = step) -> torch.Tensor:
             ours.zero_grad()
+            if step == 1:  # one micro-batch, without micro_step
+                own = _loss(model, step, 0, engine.rank)
+                own.backward()
+                return mean_over_ranks(own)
             return sharded_window(engine, model, _loss, step, accumulate=2)
 
         def whole_closure(step: int = step) -> torch.Tensor:
             theirs.zero_grad()
-            return reference_window(reference, _loss, step, accumulate=2)
+            return reference_window(reference, _loss, step, accumulate=1 if step == 1 else 2)
 
         loss = ours.step(closure) if step else ours.step(closure=closure)
         assert loss == pytest.approx(theirs.step(whole_closure).item(), rel=1e-5)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from shardplug import ZeroConfig, ZeroEngine
 from shardplug.core.shard import refuse_unshardable
 from shardplug.core.units import UnitPlan, plan_units
 from shardplug.errors import ModelError
 from tests.support.models import Block, TinyLM
+from tests.support.pool import RankPool
 
 
 def _names(model: nn.Module, modules: tuple[nn.Module, ...]) -> list[str]:
@@ -150,6 +153,21 @@ def test_a_unit_has_one_trainable_dtype() -> None:
         block.norm.requires_grad_(False)
     model.norm.requires_grad_(False)
     assert len(_plan(model).modules) == 3
+
+
+def _number_of_units() -> list[int]:
+    found = []
+    for dtype in (None, "bf16"):
+        model = TinyLM()
+        model.blocks[0].up.to(torch.bfloat16)
+        ZeroEngine(ZeroConfig(stage=3, param_dtype=dtype)).shard(model)
+        found.append(sum(isinstance(module, FSDPModule) for module in model.modules()))
+    return found
+
+
+def test_master_weights_need_no_unit_for_an_odd_dtype(pool: RankPool) -> None:
+    ((without, with_masters),) = pool.run(_number_of_units, 1)
+    assert with_masters == 4 < without
 
 
 def test_an_odd_module_agrees_with_what_lies_below_it() -> None:
