@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardplug.core._torch import copies_of_all, local_tensor
 from shardplug.errors import OptimizerError, StorageError
-from shardplug.optim.blocks import Block, Entry, Piece
+from shardplug.optim.blocks import Block, Piece
 from shardplug.optim.classes import Runner, is_like
 from shardplug.optim.journal import Journal
 from shardplug.optim.state import ParameterState, StreamedState
@@ -256,7 +256,7 @@ class StreamedOptimizer:
     ) -> _Changed:
         """Phase 2: step the block's parameters in one call, and return its new state."""
         stepped = self._parts(block, fetched)
-        states = _states(block, fetched, stepped, may_be_undone=self._journal is not None)
+        states = _states(block, fetched, stepped)
         options: dict[int, list[torch.Tensor]] = {}
         for piece, part in stepped.items():
             options.setdefault(groups[piece.entry.parameter], []).append(part)
@@ -275,8 +275,8 @@ class StreamedOptimizer:
                 and all(map(is_, before.values(), state.values()))
             ):
                 changed.in_place.update(before.keys() & piece.entry.keys)
-                if not _numbers_are_copied(piece.entry, self._journal is not None):
-                    continue
+                if len(piece.entry.pieces) == 1:
+                    continue  # its numbers have changed in place too
             else:
                 self._runner.streamed(state, part)  # refuses what could not be kept
             for key, value in state.items():
@@ -433,23 +433,14 @@ def _with_plain_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
     return {**state_dict, "state": state}
 
 
-def _numbers_are_copied(entry: Entry, may_be_undone: bool) -> bool:
-    """Whether a step must leave the single numbers of a parameter's state as they were.
-
-    Every piece of a parameter starts from those before the step, and so does a step that is tried
-    again.
-    """
-    return may_be_undone or len(entry.pieces) > 1
-
-
 def _states(
-    block: Block,
-    fetched: _Fetched,
-    stepped: Mapping[Piece, torch.Tensor],
-    *,
-    may_be_undone: bool,
+    block: Block, fetched: _Fetched, stepped: Mapping[Piece, torch.Tensor]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the state of the pieces that have one, by their weights."""
+    """Return the state of the pieces that have one, by their weights.
+
+    The single numbers of a parameter in several pieces are copies: each starts from those before
+    the step.
+    """
     views = {key: block.views(key, memory) for key, memory in fetched.on_device.items()}
     states: dict[torch.Tensor, dict[str, Any]] = {}
     numbers: list[tuple[dict[str, Any], str]] = []
@@ -459,7 +450,7 @@ def _states(
             continue
         own = {key: parts[index] for key, parts in views.items() if key in entry.keys}
         state = states[stepped[piece]] = {**entry.scalars, **own}
-        if not _numbers_are_copied(entry, may_be_undone):
+        if len(entry.pieces) == 1:
             continue
         numbers += [
             (state, key)

@@ -228,11 +228,11 @@ def on_engine() -> None:
         engine_trains(stage, accumulate)
     two_graphs_at_once()
     evaluates_alone()
-    goes_on_alone()
 
 
 def test_buffers_of_rank_0_count_on_every_rank(pool: RankPool) -> None:
     pool.run(on_engine, 2)
+    pool.run(goes_on_alone, 2)  # with connections of its own: those before are broken
 
 
 def on_accelerate() -> tuple[nn.Module, nn.Module]:

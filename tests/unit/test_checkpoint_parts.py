@@ -30,6 +30,7 @@ from shardplug.checkpoint.extra_state import decode, encode
 from shardplug.checkpoint.names import clean_name, listed, pair
 from shardplug.checkpoint.plain import culprit, load_plain
 from shardplug.checkpoint.rng import rng_state, set_rng_state
+from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory
 from shardplug.errors import CheckpointError
 
 
@@ -319,3 +320,19 @@ def test_numbers_of_old_state_dicts_become_tensors() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight]["step"] == 8
+
+
+def test_a_snapshot_holds_copies_of_tensors_of_any_size_and_dtype() -> None:
+    moments = torch.arange(3, dtype=torch.float64)
+    tensors: dict[str, Any] = {
+        "flags": torch.tensor([True, False, True]),
+        "empty": torch.zeros(0),
+        "number": torch.tensor(5, dtype=torch.int32),
+        "optimizer": {"moments": moments},
+    }
+    snapshot = Snapshot(tensors, SnapshotMemory())
+    tensors["flags"].zero_()
+    moments.zero_()
+    assert snapshot["flags"].tolist() == [True, False, True]
+    assert snapshot["optimizer.moments"].tolist() == [0.0, 1.0, 2.0]
+    assert snapshot["number"].item() == 5 and snapshot["empty"].shape == (0,)
