@@ -46,7 +46,7 @@ _BALLAST = 48 * 2**20
 _WRITTEN_WITHIN = 60.0  # seconds
 _ERROR_ON_GPU = 0.03  # of the plan, beside the slack that it counts for the allocator
 _KEEPS = (
-    "the C allocator keeps freed memory, up to as much again as a plan counts: with "
+    "the C allocator keeps freed memory, up to 1.6 times what a plan counts: with "
     "MALLOC_MMAP_THRESHOLD_=131072 in the environment it goes back to the system, and more fits"
 )
 
