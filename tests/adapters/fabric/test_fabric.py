@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from tests.adapters.lightning.modules import (
     Net,
@@ -207,6 +208,30 @@ def gan(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STAGES)
 def test_two_modules(pool: Any, strategy: str) -> None:
     pool.run(gan, 2, strategy)
+
+
+class Halves(nn.Module):
+    """Two parts, each with an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+
+def one_module() -> None:
+    run = fabric("zero3")
+    model = build(Halves)
+    made = [make_optimizer("sgd", part.parameters(), 0.1) for part in model.children()]
+    model, *_ = run.setup(model, *made)
+    # Gathered one by one: an optimizer may step while the other part is at work.
+    assert all(isinstance(part, FSDPModule) for part in model.module.children())
+    mine = torch.tensor(rank() + 1.0)
+    assert run.all_reduce(mine, reduce_op="sum").item() == 3.0
+    assert run.all_reduce(mine).item() == 1.5
+
+
+def test_one_module_with_two_optimizers(pool: Any) -> None:
+    pool.run(one_module, 2)
 
 
 class Counter:
