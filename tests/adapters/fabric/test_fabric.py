@@ -225,9 +225,8 @@ def one_module() -> None:
     model, *_ = run.setup(model, *made)
     # Gathered one by one: an optimizer may step while the other part is at work.
     assert all(isinstance(part, FSDPModule) for part in model.module.children())
-    mine = torch.tensor(rank() + 1.0)
-    assert run.all_reduce(mine, reduce_op="sum").item() == 3.0
-    assert run.all_reduce(mine).item() == 1.5
+    assert run.all_reduce(torch.tensor(rank() + 1.0), reduce_op="sum").item() == 3.0
+    assert run.all_reduce(torch.tensor(rank() + 1.0)).item() == 1.5
 
 
 def test_one_module_with_two_optimizers(pool: Any) -> None:
