@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +163,48 @@ def test_norms_are_unscaled_before_clipping(pool: RankPool) -> None:
     for norm, net in zip(first, (one, two), strict=True):
         expected = float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
         assert norm == pytest.approx(expected, rel=0.01)
+
+
+class Keeps(nn.Linear):
+    """Keeps what it was called with."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.called_with = x
+        return super().forward(x)
+
+
+def exact_inputs() -> None:
+    acc = accelerator(zero="zero3", mixed_precision="bf16")
+    net = acc.prepare(Keeps(6, 3))
+    x = torch.full((2, 6), 1 + 2**-12)  # which bf16 rounds
+    assert net(x).dtype == torch.float32
+    assert torch.equal(net.called_with, x)
+
+
+def test_inputs_are_not_rounded(pool: RankPool) -> None:
+    pool.run(exact_inputs, WORLD)
+
+
+def scaler_in_a_folder(folder: str) -> None:
+    acc = accelerator(
+        zero="zero2_cpu",
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=64.0)],
+    )
+    net = seeded_model()
+    optimizer = acc.prepare(torch.optim.AdamW(net.parameters(), lr=1e-2))  # before its model
+    net = acc.prepare(net)
+    before = whole(net)
+    batch = tokens(0, 0, dist.get_rank())
+    acc.backward(lm_loss(net(batch), batch))
+    optimizer.step()
+    assert not torch.equal(whole(net)["embed.weight"], before["embed.weight"])
+    acc.scaler.update(32.0)
+    acc.save_state(folder)
+    acc.scaler.update(16.0)
+    acc.load_state(folder)
+    assert acc.scaler.get_scale() == 32.0
+
+
+def test_the_scaler_steps_a_tier_and_is_saved(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(scaler_in_a_folder, WORLD, str(tmp_path))
