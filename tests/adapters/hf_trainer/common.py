@@ -179,5 +179,6 @@ def run(
         "norms": {entry["step"]: entry["grad_norm"] for entry in steps},
         "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "best": trainer.state.best_model_checkpoint,
+        "steps": getattr(trainer.accelerator, "completed_steps", None),
         "sharded": sum(isinstance(p.data, DTensor) for p in model.parameters()),
     }

@@ -126,6 +126,7 @@ def test_unfinished_and_damaged_checkpoints_are_passed_over_or_named(
         assert f'resume_from_checkpoint="{tmp_path / "checkpoint-2"}"' in result["error"]
     resumed = pool.run(train, 2, tmp_path, "zero3", resume=True, seed=9)
     assert resumed[0]["losses"] == pytest.approx(whole[1]["losses"], rel=1e-5)
+    assert resumed[0]["steps"] == whole[1]["steps"] == max(whole[1]["losses"])
     told = [text for text in resumed[0]["warnings"] if "Passed over" in text]
     assert len(told) == 1 and "checkpoint-6" in told[0] and "checkpoint-4" in told[0]
     assert not [text for text in resumed[1]["warnings"] if "Passed over" in text]
