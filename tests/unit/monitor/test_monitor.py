@@ -16,6 +16,7 @@ from shardplug.checkpoint import ResumePoint
 from shardplug.errors import CheckpointError, ConfigError
 from shardplug.monitor import MONITORS, TARGETS, Monitor, MonitorConfig, Report, Target
 from shardplug.monitor import monitor as module
+from shardplug.monitor.detectors import detectors_of
 from shardplug.monitor.row import StepRow
 
 GIB = 2**30
@@ -329,3 +330,17 @@ def test_steps_between_looks_are_counted_and_not_read() -> None:
     resumed = Monitor({"every_n_steps": 4})
     resumed.load_state_dict(monitor.state_dict())
     assert resumed.run_seconds == 20.0
+
+
+def _with_loss(loss: float) -> StepRow:
+    return StepRow(0, 1.0, loss, None, None, (), (), ())
+
+
+def test_a_spike_counts_from_the_first_step_after_the_warmup() -> None:
+    config = MonitorConfig()
+    warmup = max(config.warmup, config.recent)
+    for number, found in ((warmup, False), (warmup + 1, True)):
+        detector = detectors_of(config)["loss_spike"]
+        for _ in range(number - 1):
+            assert detector.look(_with_loss(1.0)) is None
+        assert (detector.look(_with_loss(9.0)) is not None) == found
