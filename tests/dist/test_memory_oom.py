@@ -57,7 +57,9 @@ def _fail(folder: Path, where: str, planned: bool) -> tuple[str, str]:
         with explained_oom(engine, folder, plan=found, running=running):
             for step in range(2):
                 steps["now"] = step
-                _loss(model, tokens(step, 0, engine.rank)).backward()
+                for micro in range(2):
+                    with engine.micro_step(last=micro == 1):
+                        _loss(model, tokens(step, micro, engine.rank)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     assert is_out_of_memory(caught.value)
@@ -87,6 +89,7 @@ def test_without_a_plan_the_run_itself_is_planned(pool: RankPool, tmp_path: Path
     pool.run(_fail, 2, tmp_path, "step", False)
     report = (tmp_path / "out_of_memory.txt").read_text()
     assert "planned at the peak" in report and "shardplug:zero1" in report
+    assert "accumulate_grad_batches=2" in report and "accumulate_grad_batches=4" in report
 
 
 @pytest.mark.parametrize(
