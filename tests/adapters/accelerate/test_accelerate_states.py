@@ -657,3 +657,28 @@ def save_inside_a_window(folder: str) -> None:
 def test_saving_inside_a_window_warns_of_what_is_lost(pool: RankPool, tmp_path: Path) -> None:
     pool.run(save_inside_a_window, WORLD, str(tmp_path / "state"))
     assert is_checkpoint(tmp_path / "state")
+
+
+def two_loaders(folder: str, resume: bool) -> list[list[list[int]]]:
+    """Pass twice through one loader and once through another; return their next passes."""
+    acc = accelerator(zero="zero3")
+    set_seed(99 if resume else 5)
+    net = nn.Linear(9, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _, _, first, second = acc.prepare(
+        net, optimizer, *(loader(numbered_rows(), shuffle=True) for _ in range(2))
+    )
+    if resume:
+        acc.load_state(folder)
+    else:
+        for one in (first, first, second):
+            assert len(list(one)) == BATCHES
+        acc.save_state(folder)
+    return [[ids.tolist() for ids, _ in one] for one in (first, second)]
+
+
+def test_each_loader_goes_on_by_itself(pool: RankPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    whole = pool.run(two_loaders, WORLD, folder, False)
+    assert pool.run(two_loaders, WORLD, folder, True) == whole
+    assert whole[0][0] != whole[0][1] and len(whole[0][0]) == BATCHES
