@@ -8,7 +8,7 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from shardplug._hosts import install as _install
+from shardplug._registration import install as _install
 from shardplug._undistributed import refuse_the_rest as _refuse_the_rest
 from shardplug.config import ZeroConfig
 from shardplug.errors import (

@@ -75,7 +75,7 @@ def check_launch(environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: When there was no launcher, or the YAML names no stage or a wrong one.
     """
-    from shardplug.accelerate.options import ENVIRONMENT_NAME, PREFIX, read_config
+    from shardplug.integrations.accelerate.options import ENVIRONMENT_NAME, PREFIX, read_config
 
     launched = environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not launched or "LOCAL_RANK" not in environment:

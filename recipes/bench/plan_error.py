@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.memory import BOOK_KINDS, CountedAllocations, plan
+from shardplug.memory import MODEL_STATE_KINDS, CountedAllocations, plan
 
 LLAMA = {  # size: vocabulary, width, inner width, blocks
     "tiny": (257, 64, 176, 3),
@@ -184,9 +184,9 @@ def predict(case: Case, ranks: int) -> tuple[Result, Books]:
         batch=batch_of(case, model),
     )
     assert found.traced, found.notes
-    walk = found.choices[0].walk
-    peak = walk.peak
-    return Result(0, peak.total, f"{peak.phase} {peak.unit}"), walk.phases
+    timeline = found.choices[0].timeline
+    peak = timeline.peak
+    return Result(0, peak.total, f"{peak.phase} {peak.unit}"), timeline.phases
 
 
 def run(case: Case) -> Result:
@@ -200,7 +200,7 @@ def run(case: Case) -> Result:
         return Result(measured, measured, "")  # the plan is that of the rank that holds most
     found, phases = predict(case, dist.get_world_size())
     for phase, held in books.items():
-        for kind in BOOK_KINDS:
+        for kind in MODEL_STATE_KINDS:
             if held[kind] != phases[phase][kind]:
                 raise RuntimeError(
                     f"Expected {phases[phase][kind]} bytes of {kind} {phase} in {case}, as "

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardplug import ZeroConfig
 from shardplug.core import _torch
-from shardplug.core.checkpointing import checkpoint_activations
+from shardplug.core.activations.checkpointing import checkpoint_activations
 from shardplug.core.precision import Precision
 from shardplug.core.stage import STAGES
 from shardplug.core.units import plan_units
@@ -140,7 +140,7 @@ def main() -> None:
     )
     print("| moment | kind | full trace, GiB | plan, GiB | difference |\n|---|---|---|---|---|")
     for moment in ("after_backward", "at_rest"):
-        held = found.choices[0].walk.phases[moment]
+        held = found.choices[0].timeline.phases[moment]
         for kind in ("master_shards", "gradients", "optimizer_state"):
             full = measured[moment].get(kind, 0)
             if full or held[kind]:
@@ -149,7 +149,7 @@ def main() -> None:
                     f"| {held[kind] / full - 1 if full else float('inf'):+.4%} |"
                 )
     peak = sum(measured["peak of forward and backward"].values())
-    ours = max(p.total for p in found.choices[0].walk.points if p.phase != "step")
+    ours = max(p.total for p in found.choices[0].timeline.points if p.phase != "step")
     print(f"| peak | all | {peak / GIB:.4f} | {ours / GIB:.4f} | {ours / peak - 1:+.4%} |")
 
 

@@ -5,15 +5,15 @@ names, `meta.pt` with what is not a tensor, one `rng_<rank>.pt` a rank, and `man
 written last, that lists what is inside with checksums. The folder is written aside and renamed.
 """
 
-from shardplug.checkpoint.collective import together
-from shardplug.checkpoint.exporting import export
-from shardplug.checkpoint.exporting_live import export_model
-from shardplug.checkpoint.inspection import CheckpointInfo, inspect
-from shardplug.checkpoint.model_state import load_model, state_of_model
-from shardplug.checkpoint.optimizer_state import load_optimizer, state_of_optimizer
-from shardplug.checkpoint.reader import Reader, is_checkpoint
-from shardplug.checkpoint.resume import ResumePoint, resume_point
-from shardplug.checkpoint.writer import write
+from shardplug.checkpoint.export.exporting import export
+from shardplug.checkpoint.export.exporting_live import export_model
+from shardplug.checkpoint.read.inspection import CheckpointInfo, inspect
+from shardplug.checkpoint.read.reader import Reader, is_checkpoint
+from shardplug.checkpoint.read.resume import ResumePoint, resume_point
+from shardplug.checkpoint.state.model_state import load_model, state_of_model
+from shardplug.checkpoint.state.optimizer_state import load_optimizer, state_of_optimizer
+from shardplug.checkpoint.write.writer import write
+from shardplug.collective import together
 
 __all__ = [
     "CheckpointInfo",

@@ -12,9 +12,9 @@ import re
 import sys
 from pathlib import Path
 
-from shardplug.checkpoint.commit import locate
-from shardplug.checkpoint.exporting import export_checkpoint
-from shardplug.checkpoint.inspection import inspect
+from shardplug.checkpoint.export.exporting import export_checkpoint
+from shardplug.checkpoint.format.commit import locate
+from shardplug.checkpoint.read.inspection import inspect
 
 __all__ = ["add_arguments", "run"]
 

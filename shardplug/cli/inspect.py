@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardplug.checkpoint.commit import locate
-from shardplug.checkpoint.inspection import (
+from shardplug.checkpoint.format.commit import locate
+from shardplug.checkpoint.read.inspection import (
     CheckpointInfo,
     FolderInfo,
     Group,

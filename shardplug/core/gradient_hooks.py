@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardplug.core import _torch
-from shardplug.core.outside_use import note_own_gradient
+from shardplug.core.gathered.outside_use import note_own_gradient
 from shardplug.core.tier_tensor import in_tier
 from shardplug.errors import ModelError, ScheduleError
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardplug.core._torch import clamp_all, local_tensor, multiply_all
-from shardplug.core.every_rank import on_every_rank
+from shardplug.core.ranks.every_rank import on_every_rank
 from shardplug.core.tier_tensor import in_tier
 
 __all__ = ["clip_by_value", "global_norm", "scale_to_norm"]

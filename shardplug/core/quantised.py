@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardplug.core._torch import local_tensor
 
-__all__ = ["own_form", "quantised_like", "settle_compiled_step"]
+__all__ = ["own_form", "quantised_like", "patch_compiled_step"]
 
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 """State that torchao's optimizers quantise: whether its values have a sign."""
@@ -56,7 +56,7 @@ def own_form(
     return made
 
 
-def settle_compiled_step(optimizer: torch.optim.Optimizer) -> None:
+def patch_compiled_step(optimizer: torch.optim.Optimizer) -> None:
     """Run the step of torchao's optimizers uncompiled where ranks hold unlike numbers of rows.
 
     torchao compiles its step. What torch then caches on disk goes by the shapes of whole tensors,

@@ -23,15 +23,15 @@ from shardplug.core._torch import (
     reshard_own,
     resting_layouts,
 )
+from shardplug.core.gathered.writes import GatheredWrites
 from shardplug.core.hooks import outside_of_graphs
 from shardplug.core.stage import Stage
-from shardplug.core.writes import GatheredWrites
 from shardplug.errors import ModelError, ScheduleError
 
-__all__ = ["KeptOutputs", "RootCalls", "refuse_state_dict"]
+__all__ = ["KeptOutputs", "RootForwardHooks", "refuse_state_dict"]
 
 
-class RootCalls:
+class RootForwardHooks:
     """Follows calls into the root's forward and its other computing methods.
 
     FSDP2 keeps the root's parameters gathered after a forward. They are dropped here at the end
@@ -125,7 +125,7 @@ class RootCalls:
             part: The model, or a module in it.
 
         Returns:
-            The units, for `let_go`.
+            The units, for `release`.
         """
         inside = set(part.modules())
         units: list[FSDPModule] = [
@@ -145,11 +145,11 @@ class RootCalls:
                         cast(nn.Module, unit), refuse_state_dict
                     )
         except BaseException:
-            self.let_go(units)
+            self.release(units)
             raise
         return units
 
-    def let_go(self, units: Sequence[FSDPModule]) -> None:
+    def release(self, units: Sequence[FSDPModule]) -> None:
         """End a `hold`; what no other one keeps is sharded again."""
         self._held.subtract(units)
         self._held = +self._held

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from shardplug.core._torch import set_gather_ahead
 from shardplug.core.own_class import keep_class_name
 from shardplug.core.precision import Precision
-from shardplug.core.sources import waiting_in
 from shardplug.core.stage import Stage
 from shardplug.core.units import UnitPlan
-from shardplug.core.weights import Filler, check_same_model
+from shardplug.core.weights.fill import WeightMaterializer, check_same_model
+from shardplug.core.weights.sources import deferred_in
 from shardplug.errors import ModelError
 
 __all__ = ["refuse_unshardable", "shard_model"]
@@ -135,10 +135,10 @@ def shard_model(
     shards, and gradients, in CPU memory beside another device.
     """
     rest = CPUOffloadPolicy() if on_cpu and device.type != "cpu" else OffloadPolicy()
-    waiting = waiting_in(model)
+    waiting = deferred_in(model)
     check_same_model(model, waiting=waiting)
     _warn_low_masters(model, precision)
-    filler = Filler(model, device, waiting, whole=plan.replicated)
+    filler = WeightMaterializer(model, device, waiting, whole=plan.replicated)
     done: set[nn.Module] = set()
     for unit in (*plan.modules, model):
         inside = [module for module in unit.modules() if module not in done]
@@ -161,7 +161,7 @@ def shard_model(
             offload_policy=rest,
         )
         keep_class_name(unit)
-        filler.let_go(inside)
+        filler.release(inside)
         filler.fill_shards()
         if on_unit is not None:
             on_unit(unit)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardplug.checkpoint import resume_point
-from shardplug.core.waiting import waited_seconds
+from shardplug.core.ranks.waiting_time import waited_seconds
 from shardplug.errors import CheckpointError, ConfigError
 from shardplug.monitor.config import MonitorConfig
 from shardplug.monitor.detectors import detectors_of

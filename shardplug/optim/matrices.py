@@ -11,7 +11,7 @@ import torch
 from shardplug.core import _torch
 from shardplug.errors import OptimizerError
 
-__all__ = ["settle_matrix_optimizer"]
+__all__ = ["patch_matrix_optimizer"]
 
 _FACTORED = frozenset({"transformers.optimization.Adafactor"})
 """Classes outside torch that keep means over rows and columns; named, as they are not imported."""
@@ -41,7 +41,7 @@ _NEVER: dict[str, tuple[str, str]] = {
 """Beginnings of modules with such classes outside torch: the reason, and what to do."""
 
 
-def settle_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def patch_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer right for parameters whose rows are spread over the ranks, or refuse it.
 
     Args:

@@ -50,7 +50,7 @@ class ParameterTier:
 
     # ---------------------------------------------------------------- moving in
 
-    def adopt(self, unit: nn.Module, device: torch.device) -> None:
+    def offload_unit(self, unit: nn.Module, device: torch.device) -> None:
         """Move the shards of a unit out of memory, as far as they have values.
 
         A failure is kept until `raise_failure`; the shards that could not be moved stay.
@@ -60,7 +60,7 @@ class ParameterTier:
             for param in group.fsdp_params:
                 if param in self._adopted or self._failure is not None:
                     continue
-                _torch.settle_shard(param)
+                _torch.reset_sharded_param(param)
                 if param.sharded_param.is_meta:
                     continue
                 try:

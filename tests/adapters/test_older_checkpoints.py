@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardplug.checkpoint import Reader, inspect, state_of_optimizer
-from shardplug.checkpoint.frozen_base import check_base, describe_base
+from shardplug.checkpoint.state.frozen_base import check_base, describe_base
 from shardplug.errors import CheckpointError
 from tests.adapters.accelerate.common import accelerator
 from tests.adapters.lightning.modules import WIDTH, Plain, build, in_order, rank, trainer

@@ -12,9 +12,16 @@ import pytest
 import torch
 
 from shardplug.core.precision import PLAIN_FORWARD
-from shardplug.memory import BOOK_KINDS, FirstStep, JsonlSink, MemoryTracker, RunPlan, read_jsonl
-from shardplug.memory.announce import PLAN_VARIABLE
-from shardplug.memory.run_plan import RunPlanner, predicted_phases
+from shardplug.memory import (
+    MODEL_STATE_KINDS,
+    FirstStep,
+    JsonlSink,
+    MemoryTracker,
+    RunPlan,
+    read_jsonl,
+)
+from shardplug.plan.run.announce import PLAN_VARIABLE
+from shardplug.plan.run.run_plan import RunPlanner, predicted_phases
 from tests.adapters.accelerate.common import accelerator, loader, samples, seeded_model
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
@@ -73,7 +80,7 @@ def test_books_are_the_plans(pool: RankPool, tmp_path: Path, host: Any, zero: st
     assert len(rows) == 2 * 3
     for row in rows:
         planned = predicted_phases(plan.walk_of(row.rank))[row.phase]
-        for kind in (*BOOK_KINDS, "optimizer_state_cpu"):
+        for kind in (*MODEL_STATE_KINDS, "optimizer_state_cpu"):
             assert {**row.by_kind, **row.by_tier}[kind] == planned[kind], (row.phase, kind)
     assert "cross entropy" in plan.notes[0]
 
@@ -89,8 +96,8 @@ def _plan_mixed() -> tuple[bool, bool, int, int]:
     plan = planner.plan()
     same = model.forward is forward and PLAIN_FORWARD in vars(model)
     books = acc.engine.memory()
-    walk = plan.walk_of(acc.process_index)
-    return plan.traced, same, books["master_shards"], walk.phases["at_rest"]["master_shards"]
+    timeline = plan.walk_of(acc.process_index)
+    return plan.traced, same, books["master_shards"], timeline.phases["at_rest"]["master_shards"]
 
 
 def test_a_step_under_autocast_is_traced(pool: RankPool) -> None:

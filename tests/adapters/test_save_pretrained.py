@@ -12,7 +12,7 @@ from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.errors import CheckpointError, ScheduleError
-from shardplug.hosts import comm
+from shardplug.integrations.common import comm
 from tests.adapters.accelerate.common import accelerator
 from tests.adapters.hf_trainer.common import build
 from tests.support.pool import RankPool

@@ -22,9 +22,11 @@ import torch
 import torch._dynamo  # what every rank would import at its first step
 import torch.distributed as dist
 
-import shardplug.checkpoint.background
-import shardplug.checkpoint.reader  # noqa: F401  (the same)
-from shardplug.checkpoint import commit, durable, resume_point, snapshot, writer
+import shardplug.checkpoint.read.reader  # noqa: F401  (the same)
+import shardplug.checkpoint.write.background  # noqa: F401  (the same)
+from shardplug.checkpoint import resume_point
+from shardplug.checkpoint.format import commit, durable
+from shardplug.checkpoint.write import snapshot, writer
 from tests.dist.checkpoint_runs import assert_equal, make_run, train
 from tests.dist.checkpoint_runs import snapshot as state_of
 
@@ -119,12 +121,12 @@ class Watch:
         self._board, self._rank, self._folder, self._kill = board, rank, str(folder), kill
         for owner, name, phase in (
             (writer, "check_agreement", "check"),
-            (writer.Aside, "open", "open"),
-            (writer.Draft, "_write_rest", "rest"),
+            (writer.StagingFolder, "open", "open"),
+            (writer.CheckpointWrite, "_write_rest", "rest"),
             (snapshot.Snapshot, "__init__", "snapshot"),
-            (writer.Draft, "_write_tensors", "tensors"),
-            (writer.Draft, "_publish", "manifest"),
-            (writer.Aside, "publish", "renames"),
+            (writer.CheckpointWrite, "_write_tensors", "tensors"),
+            (writer.CheckpointWrite, "_publish", "manifest"),
+            (writer.StagingFolder, "publish", "renames"),
             (commit, "_remove", "after"),
         ):
             setattr(owner, name, self._in_phase(getattr(owner, name), phase))

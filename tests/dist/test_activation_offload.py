@@ -117,9 +117,9 @@ def compare(
         batch=batch_of(0, 0, 0),
         loss=loss_of,
     ).choices[0]
-    assert traffic["bytes_written"] == traffic["bytes_read"] == choice.walk.activations_out > 0
-    assert set(held) == {choice.walk.activations_out // 2}
-    assert choice.walk.phases["after_forward"]["activations_cpu"] == held[0]
+    assert traffic["bytes_written"] == traffic["bytes_read"] == choice.timeline.activations_out > 0
+    assert set(held) == {choice.timeline.activations_out // 2}
+    assert choice.timeline.phases["after_forward"]["activations_cpu"] == held[0]
     return held[0]
 
 
@@ -197,9 +197,9 @@ def test_on_gpus_device_bytes_fall_and_host_bytes_and_time_rise() -> None:
     there, away = by_name["zero3"], by_name["zero3 activations_cpu"]
     assert (there.offload_activations, away.offload_activations) == ("none", "cpu")
     assert away.device < there.device
-    out = away.walk.activations_out
+    out = away.timeline.activations_out
     assert away.host >= 2 * out > 0 == there.host  # of both devices, rounded up
-    after = [choice.walk.phases["after_forward"]["activations"] for choice in (there, away)]
+    after = [choice.timeline.phases["after_forward"]["activations"] for choice in (there, away)]
     assert after[0] - after[1] == out - batch.nbytes  # which the embedding saves, and the loop
     assert away.time.activations == pytest.approx(2 * out / 20e9) and not there.time.activations
     assert away.time.total > there.time.total

@@ -135,7 +135,8 @@ class _Stack(nn.Module):
 
 
 def _hooks_are_not_traced(whole: bool, offload: bool) -> None:
-    from shardplug.core import activation_hooks, arguments, root
+    from shardplug.core import arguments, root
+    from shardplug.core.activations import unit_hooks as activation_hooks
 
     torch._dynamo.reset()
     seen: dict[str, list[bool]] = {}
@@ -151,8 +152,8 @@ def _hooks_are_not_traced(whole: bool, offload: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         spy(root, "_tensors")
-        spy(root.RootCalls, "_enter")
-        spy(root.RootCalls, "_leave")
+        spy(root.RootForwardHooks, "_enter")
+        spy(root.RootForwardHooks, "_leave")
         spy(arguments._Call, "pair")
         spy(arguments, "_Call")
         spy(arguments, "register_extra_outputs")

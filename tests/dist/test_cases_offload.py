@@ -99,7 +99,7 @@ def state_moves(root: str) -> None:
     assert books["optimizer_state"] == 8 * 4
     measured = books["optimizer_state_cpu"]
     assert measured == engine._tier.held_bytes  # type: ignore[union-attr]
-    at_rest = predicted.walk.phases["at_rest"]["optimizer_state_cpu"]
+    at_rest = predicted.timeline.phases["at_rest"]["optimizer_state_cpu"]
     assert measured == pytest.approx(at_rest, rel=0.1)
     # So says what is printed before a run.
     assert measured == pytest.approx(8 * whole / engine.world_size, rel=0.1)

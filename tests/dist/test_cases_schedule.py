@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.core._torch import unit_groups
-from shardplug.core.agreement import Agreement
-from shardplug.core.peer import PeerGather
+from shardplug.core.ranks.peer import PeerGather
+from shardplug.core.ranks.rank_sync import RankSync
 from shardplug.errors import ScheduleError
 from tests.support.models import Block, TinyLM, lm_loss, tokens
 from tests.support.parity import (
@@ -559,7 +559,7 @@ def _square(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
 
 def _torchs_own_collectives(stage: int, replicas: int) -> str:
     """The path of GPUs, on CPU ranks: nothing is compared until the window's end."""
-    own = functools.partial(Agreement, direct=False)
+    own = functools.partial(RankSync, direct=False)
     with mock.patch("shardplug.engine.Agreement", own):
         model = _EqualBlocks()
         options = {"units": ("Linear",), "prefetch": 0, "replicate_size": replicas}

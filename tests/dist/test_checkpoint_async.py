@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.checkpoint import is_checkpoint, resume_point
-from shardplug.checkpoint.snapshot import SnapshotMemory
-from shardplug.checkpoint.writer import Draft
+from shardplug.checkpoint.write.snapshot import SnapshotMemory
+from shardplug.checkpoint.write.writer import CheckpointWrite
 from shardplug.errors import CheckpointError
 from tests.dist.checkpoint_runs import (
     Run,
@@ -42,14 +42,14 @@ from tests.support.pool import RankPool
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
     """Let no thread but this one write a tensor before the event is set."""
-    gate, write, here = threading.Event(), Draft._write_tensors, threading.get_ident()
+    gate, write, here = threading.Event(), CheckpointWrite._write_tensors, threading.get_ident()
 
-    def wait_at_gate(self: Draft, *args: Any) -> None:
+    def wait_at_gate(self: CheckpointWrite, *args: Any) -> None:
         if threading.get_ident() != here:
             assert gate.wait(60)
         write(self, *args)
 
-    with mock.patch.object(Draft, "_write_tensors", wait_at_gate):
+    with mock.patch.object(CheckpointWrite, "_write_tensors", wait_at_gate):
         try:
             yield gate
         finally:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardplug.checkpoint import collective, resume_point, writer
+from shardplug import collective
+from shardplug.checkpoint import resume_point
+from shardplug.checkpoint.write import writer
 from shardplug.errors import CheckpointError
 from tests.dist.checkpoint_runs import make_run
 from tests.support.pool import RankPool
@@ -49,7 +51,7 @@ def _dies(root: str, victim: int, phase: str, asynchronous: bool) -> tuple[str, 
     run.engine.save(f"{root}/a", optimizers=[run.optimizer])
     if dist.get_rank() == victim:
         # Only this process: it is not used again.
-        setattr(writer.Draft, phase, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(writer.CheckpointWrite, phase, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     began = time.monotonic()
     with pytest.raises(CheckpointError) as error:
         run.engine.save(f"{root}/a", optimizers=[run.optimizer], async_save=asynchronous)

@@ -312,8 +312,8 @@ def _from_other_ranks(folder: str) -> None:
 
 def _no_second_copy(root: str) -> None:
     """Loading writes into the shards that the model has, with one read of the folder."""
-    from shardplug.checkpoint import reader as module
-    from shardplug.checkpoint.plan import plan_model
+    from shardplug.checkpoint.read import reader as module
+    from shardplug.checkpoint.read.load_plan import plan_model
 
     run = make_run("plain", 3)
     train(run, range(1))

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.checkpoint import export, export_model
-from shardplug.checkpoint.export_folder import TensorFile
+from shardplug.checkpoint.export.export_folder import TensorFile
 from shardplug.errors import CheckpointError, ConfigError
 from tests.support.models import VOCAB, TinyLM, tokens
 from tests.support.parity import raises_everywhere, whole

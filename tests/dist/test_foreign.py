@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from shardplug.checkpoint import Reader, foreign
+from shardplug.checkpoint import Reader
+from shardplug.checkpoint.foreign import folders as foreign
 from shardplug.errors import CheckpointError
 from tests.dist.checkpoint_runs import Run, assert_equal, make_run, snapshot, tensors_of, train
 from tests.support.models import TinyLM

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardplug import ZeroConfig, ZeroEngine, heartbeat
-from shardplug.heartbeat import Limits
+from shardplug import ZeroConfig, ZeroEngine, watchdog
+from shardplug.watchdog import Limits
 from tests.support.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def _meet() -> ZeroEngine:
     store.wait([f"met/{other}" for other in range(world_size)])
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    assert heartbeat.start(Limits(silence_seconds=2.0, grace_seconds=1.0))
+    assert watchdog.start(Limits(silence_seconds=2.0, grace_seconds=1.0))
     return ZeroEngine(ZeroConfig(stage=3))
 
 
@@ -53,7 +53,7 @@ def _train(out: str, fault: str, who: int) -> None:
             elif fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault == "raise":  # and the process lives on, as in a teardown that waits
-                heartbeat.raised(ValueError("the first cause"))
+                watchdog.raised(ValueError("the first cause"))
                 time.sleep(60)
         if step == 30 and fault == "kill":  # no message tells this rank: it sends and awaits none
             time.sleep(60)

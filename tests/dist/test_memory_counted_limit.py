@@ -23,8 +23,8 @@ import torch
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.core._torch import TorchDispatchMode
 from shardplug.memory import is_out_of_memory
-from shardplug.memory.limits import ControlGroup
-from shardplug.memory.meter import private_bytes
+from shardplug.process.limits import ControlGroup
+from shardplug.process.meter import private_bytes
 from tests.dist.test_memory_forced import LARGE, Case, _follow, _planned
 from tests.support.pool import RankPool
 

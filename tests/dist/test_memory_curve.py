@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.core.channel import _TEXT_BYTES
-from shardplug.core.writes import _AtGather
+from shardplug.core.gathered.writes import _AtGather
+from shardplug.core.ranks.channel import _TEXT_BYTES
 from shardplug.memory import (
-    BOOK_KINDS,
     KINDS,
+    MODEL_STATE_KINDS,
     PHASES,
     ElementBytes,
     JsonlSink,
@@ -93,7 +93,9 @@ def _compare_with_formulas(config: ZeroConfig, sizes: ElementBytes) -> int:
             sizes,
             shard=engine.rank % engine.shard_size,
         )
-        expected = {kind: int(states.exact[kind]) + states.padding[kind] for kind in BOOK_KINDS}
+        expected = {
+            kind: int(states.exact[kind]) + states.padding[kind] for kind in MODEL_STATE_KINDS
+        }
         if moment.stepped:
             # AdamW counts its steps in 4 bytes per parameter tensor.
             expected["optimizer_state"] += 4 * len(shapes)
@@ -110,7 +112,7 @@ def test_books_equal_the_formulas_in_fp32(pool: RankPool, stage: int, world_size
     config = ZeroConfig(stage=stage)  # type: ignore[arg-type]
     counts = pool.run(_compare_with_formulas, world_size, config, ElementBytes())
     moments_per_step = 2 * MICRO_BATCHES + 2
-    assert counts == [2 * moments_per_step * len(BOOK_KINDS)] * world_size
+    assert counts == [2 * moments_per_step * len(MODEL_STATE_KINDS)] * world_size
 
 
 def test_books_equal_the_formulas_with_replicas(pool: RankPool) -> None:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.memory import is_out_of_memory, plan
-from shardplug.memory.limits import process_used
+from shardplug.process.limits import process_used
 from tests.support.models import Block
 from tests.support.pool import RankPool
 

@@ -19,7 +19,7 @@ from shardplug import ZeroConfig, ZeroEngine
 from shardplug.core.precision import Precision
 from shardplug.core.stage import STAGES
 from shardplug.memory import (
-    BOOK_KINDS,
+    MODEL_STATE_KINDS,
     CountedAllocations,
     JsonlSink,
     MemoryTracker,
@@ -28,12 +28,12 @@ from shardplug.memory import (
     plan,
     read_jsonl,
 )
-from shardplug.memory.curve import Setup
-from shardplug.memory.layout import place
-from shardplug.memory.repeat import trace_model
-from shardplug.memory.segments import cut
-from shardplug.memory.trace import TraceSettings
-from shardplug.memory.walk import walk
+from shardplug.plan.simulate import simulate_step
+from shardplug.plan.sizes.layout import place
+from shardplug.plan.timeline import Setup
+from shardplug.plan.trace.repeated_blocks import trace_model
+from shardplug.plan.trace.segments import cut
+from shardplug.plan.trace.trace import TraceSettings
 from tests.dist.test_memory_curve import _live_bytes
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
@@ -82,7 +82,7 @@ def _compare_states(kind: str, config: ZeroConfig, backward: bool) -> int:
         optimizer=OptimizerKind(),
     )
     trace = trace_model(placed, model, tokens(0, 0, 0), _loss, settings)
-    phases = walk(placed.layout, cut(trace, placed.layout), setup).phases
+    phases = simulate_step(placed.layout, cut(trace, placed.layout), setup).phases
     gc.collect()
     gc.freeze()
     try:
@@ -124,7 +124,7 @@ def _train(
         # Made-up gradients are a rank's own rows, without the padding that a reduction gives.
         seen.pop("after_step")
     for phase, books in seen.items():
-        for kind in BOOK_KINDS:
+        for kind in MODEL_STATE_KINDS:
             assert books[kind] == phases[phase][kind], (phase, kind)
     return len(seen)
 
@@ -188,7 +188,7 @@ def _peak_with_replicas(precision: str, stage: int) -> tuple[int, int]:
         batch=tokens(0, 0, 0),
         loss=_loss,
     )
-    return counted.peak("step 1"), found.choices[0].walk.peak.total
+    return counted.peak("step 1"), found.choices[0].timeline.peak.total
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def _tracked(folder: Path, stage: int) -> list[str]:
         loss=_loss,
     )
     model = engine.shard(model)
-    sink = PlanSink(found.choices[0].walk, folder, compare_peak=False)
+    sink = PlanSink(found.choices[0].timeline, folder, compare_peak=False)
     tracker = MemoryTracker(engine, [sink, JsonlSink(folder / "memory.jsonl")])
     optimizer = engine.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     with warnings.catch_warnings(record=True) as caught:
@@ -286,6 +286,6 @@ def test_predicted_and_measured_lie_on_each_other(
     rows = [row for row in read_jsonl(tmp_path / "memory.jsonl") if row.step == 2 and row.rank == 0]
     assert [row.phase for row in rows] == list(planned)
     for row in rows:
-        for kind in BOOK_KINDS:
+        for kind in MODEL_STATE_KINDS:
             assert row.by_kind[kind] == planned[row.phase][kind], (row.phase, kind)
     assert (tmp_path / "plan.png").stat().st_size > 20_000

@@ -18,7 +18,7 @@ from torch import nn
 
 from recipes.bench.plan_error import LowRank
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.memory import BOOK_KINDS, TIER_KINDS, plan
+from shardplug.memory import MODEL_STATE_KINDS, TIER_KINDS, plan
 from shardplug.tiers.protocol import BLOCK_BYTES
 from tests.dist.test_memory_curve import _live_bytes
 from tests.support.models import TinyLM, lm_loss, tokens
@@ -77,7 +77,7 @@ def _planned(kind: str, precision: str, world_size: int) -> dict[tuple[int, str]
     names = {tiers: name for name, tiers in TIERS.items()}
     return {
         (c.stage, names[c.offload_optimizer, c.offload_params]): {
-            **{phase: held for phase, held in c.walk.phases.items()},
+            **{phase: held for phase, held in c.timeline.phases.items()},
             "files": {"all": c.disk // world_size},
         }
         for c in found.choices
@@ -177,7 +177,7 @@ def _compare(pool: RankPool, tmp_path: Any, kind: str, precision: str, world_siz
     compared = 0
     for case, books in held.items():
         for phase, found in books.items():
-            for name in (*BOOK_KINDS, *TIER_KINDS):
+            for name in (*MODEL_STATE_KINDS, *TIER_KINDS):
                 if name.endswith("_nvme"):
                     continue  # below, as the plan has one figure for all files
                 expected, got = planned[case][phase].get(name, 0), found.get(name, 0)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.memory import BOOK_KINDS, Choice, CountedAllocations, Lora, plan
+from shardplug.memory import MODEL_STATE_KINDS, Choice, CountedAllocations, Lora, plan
 from tests.support.pool import RankPool
 
 pytest.importorskip("peft")
@@ -109,8 +109,8 @@ def test_states_are_the_plans_to_the_byte(
     found = pool.run(_hold, world_size, low, stage)[0]  # the plan's rank
     compared = 0
     for phase, held in found["books"].items():
-        for kind in BOOK_KINDS:
-            assert held[kind] == choice.walk.phases[phase][kind], (phase, kind)
+        for kind in MODEL_STATE_KINDS:
+            assert held[kind] == choice.timeline.phases[phase][kind], (phase, kind)
             compared += held[kind] > 0
     assert compared > 10
 
@@ -124,7 +124,7 @@ def test_a_low_frozen_base_stays_low_and_has_no_gradients(pool: RankPool) -> Non
         count, dtypes, trained = found["trained"]
         assert count == 8 and dtypes == {torch.float32}
         assert 0.005 < trained / base < 0.05
-        held = sum(found["books"]["after_step"][kind] for kind in BOOK_KINDS)
+        held = sum(found["books"]["after_step"][kind] for kind in MODEL_STATE_KINDS)
         assert held == pytest.approx((2 * base + (4 + 4 + 8) * trained) / world_size, rel=0.05)
 
 
@@ -156,4 +156,4 @@ def test_peaks_are_the_plans(pool: RankPool, stage: int, checkpointing: bool) ->
         )
         measured = pool.run(_peak, world_size, stage, checkpointing, 128)[0]
         assert measured > 2**20
-        assert abs(choice.walk.peak.total / measured - 1) < 0.05
+        assert abs(choice.timeline.peak.total / measured - 1) < 0.05

@@ -18,7 +18,7 @@ from shardplug import ZeroConfig, ZeroEngine
 from shardplug.config import PRESETS
 from shardplug.errors import ConfigError
 from shardplug.memory import (
-    BOOK_KINDS,
+    MODEL_STATE_KINDS,
     CountedAllocations,
     Machine,
     accelerate_yaml,
@@ -135,8 +135,8 @@ def _compare(pool: RankPool, folder: Path, world_size: int, *case: Any) -> None:
     books, on_disk, peak, moved = ranks[0]  # the plan's rank: no other has more rows
     compared = 0
     for phase, held in books.items():
-        planned = choice.walk.phases[phase]
-        for one in (*BOOK_KINDS, "optimizer_state_cpu", "staging"):
+        planned = choice.timeline.phases[phase]
+        for one in (*MODEL_STATE_KINDS, "optimizer_state_cpu", "staging"):
             assert held[one] == planned[one], (phase, one)
             compared += 1
         assert held["snapshot"] == 0
@@ -157,7 +157,7 @@ def _compare(pool: RankPool, folder: Path, world_size: int, *case: Any) -> None:
         assert sum(other["at_rest"].values()) <= sum(last.values()) + 64 * 4096  # rounding
     per_second = Machine().nvme_gb_s * 1e9
     assert choice.time.transfers * per_second == pytest.approx(moved * world_size)
-    work = max(p.held["optimizer_work"] for p in choice.walk.points)
+    work = max(p.held["optimizer_work"] for p in choice.timeline.points)
     if optimizer == "adagrad":  # of model "wide" on 2 ranks
         # A tensor for one parameter is there beside that for the one before, where both are in a
         # block; the plan has two of the largest.
@@ -193,8 +193,8 @@ def test_a_budget_before_files_is_the_plans_too(pool: RankPool, tmp_path: Path) 
     ranks = pool.run(_hold, 2, "wide", 3, "nvme", "adamw", str(tmp_path), budget)
     books, _, _, moved = ranks[0]
     for phase, held in books.items():
-        planned = choice.walk.phases[phase]
-        for one in (*BOOK_KINDS, "optimizer_state_cpu", "staging"):
+        planned = choice.timeline.phases[phase]
+        for one in (*MODEL_STATE_KINDS, "optimizer_state_cpu", "staging"):
             assert held[one] == planned[one], (phase, one)
     last = books["at_rest"]
     assert 20 * MIB <= last["optimizer_state_cpu"] <= 21.5 * MIB
@@ -258,7 +258,7 @@ def test_exactly_what_runs_is_offered(stage: int) -> None:
 def test_on_gpus_state_is_the_hosts_memory() -> None:
     """By formula: pinned regions take a power of two, and gradients stay on the device."""
     on = {t: _planned("wide", 3, t, "adamw", 2, device="cuda") for t in ("none", "cpu", "nvme")}
-    after = {tier: choice.walk.phases["after_backward"] for tier, choice in on.items()}
+    after = {tier: choice.timeline.phases["after_backward"] for tier, choice in on.items()}
     assert after["none"]["gradients"] == after["cpu"]["gradients"] == after["nvme"]["gradients"] > 0
     for tier in ("cpu", "nvme"):
         assert after[tier]["optimizer_state"] < 100 < MIB < after["none"]["optimizer_state"]
@@ -277,18 +277,18 @@ def test_on_gpus_parameters_are_the_hosts_memory(tier: str) -> None:
     beside = _planned("wide", 3, tier, "adamw", 2, **options)
     all_off = _planned("wide", 3, tier, "adamw", 2, params="cpu", **options)
     scalar = 4
-    rest = all_off.walk.phases["at_rest"]
+    rest = all_off.timeline.phases["at_rest"]
     assert rest["master_shards"] == scalar and rest["optimizer_state"] == rest["staging"] == 0
-    masters = beside.walk.phases["at_rest"]["master_shards"] - scalar
+    masters = beside.timeline.phases["at_rest"]["master_shards"] - scalar
     assert masters > 20 * MIB
     for phase in ("after_backward_between", "after_backward", "after_step"):
-        held = all_off.walk.phases[phase]
+        held = all_off.timeline.phases[phase]
         used_up = phase == "after_step" and tier == "nvme"
         assert held["gradients"] == (0 if used_up else scalar) and held["gathered"] == 0
         assert not any(size for kind, size in held.items() if kind.endswith("_cpu"))
     # The unit is on the device while it is computed with, and its gradients until they have gone.
-    points = all_off.walk.points
-    gathered = {max(p.held["gathered"] for p in c.walk.points) for c in (beside, all_off)}
+    points = all_off.timeline.points
+    gathered = {max(p.held["gathered"] for p in c.timeline.points) for c in (beside, all_off)}
     assert len(gathered) == 1 and gathered.pop() > 0
     assert max(p.held["gradients"] for p in points if p.phase == "backward") >= masters
     assert all(p.held["optimizer_work"] == 0 for p in points)
@@ -299,7 +299,7 @@ def test_on_gpus_parameters_are_the_hosts_memory(tier: str) -> None:
     # Each of 3 micro-batches gathers twice and sends its gradients; the step runs on the host.
     seconds = all_off.time.transfers - beside.time.transfers
     assert seconds * Machine().host_gb_s * 1e9 == pytest.approx((6 + 3 + 3) * masters)
-    assert all_off.walk.moved == beside.walk.moved
+    assert all_off.timeline.moved == beside.timeline.moved
 
 
 def test_parameters_in_cpu_memory_are_printed_to_be_copied() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.memory import (
-    BOOK_KINDS,
+    MODEL_STATE_KINDS,
     PHASES,
     JsonlSink,
     MemoryTracker,
@@ -24,7 +24,7 @@ from shardplug.memory import (
     PngSink,
     RunPlan,
 )
-from shardplug.memory.run_plan import predicted_books, predicted_phases
+from shardplug.plan.run.run_plan import predicted_model_states, predicted_phases
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
 
@@ -117,8 +117,8 @@ def _books_are_the_plans(folder: Path, plan: RunPlan, world_size: int) -> int:
     rows = [row for row in rows if row["step"] == STEPS]
     assert len(rows) == world_size * len(PHASES)
     for row in rows:
-        planned = predicted_books(plan.walk_of(row["rank"]))[row["phase"]]
-        for kind in BOOK_KINDS:
+        planned = predicted_model_states(plan.walk_of(row["rank"]))[row["phase"]]
+        for kind in MODEL_STATE_KINDS:
             assert row[f"{kind}_bytes"] == planned[kind], (row["rank"], row["phase"], kind)
             assert row[f"predicted_{kind}_bytes"] == planned[kind]
         assert row["predicted_peak_bytes"] == plan.walk_of(row["rank"]).peak.total
@@ -246,7 +246,7 @@ def test_parameters_in_cpu_memory_are_planned(pool: RankPool, tmp_path: Path, ti
     for row in rows:
         if row["step"] == STEPS:
             planned = predicted_phases(plan.walk_of(row["rank"]))[row["phase"]]
-            for kind in (*BOOK_KINDS, "master_shards_cpu", "gradients_cpu"):
+            for kind in (*MODEL_STATE_KINDS, "master_shards_cpu", "gradients_cpu"):
                 assert row[f"{kind}_bytes"] == planned[kind], (row["rank"], row["phase"], kind)
                 compared += planned[kind] > 0
     assert compared > 2 * len(PHASES)
@@ -327,7 +327,7 @@ def test_lightning_traces_the_users_step_and_leaves_no_trace(
     last = [row for row in rows if row["step"] == STEPS]
     assert len(last) == 2 * len(PHASES)
     for row in last:
-        for kind in BOOK_KINDS:
+        for kind in MODEL_STATE_KINDS:
             assert row[f"{kind}_bytes"] == row[f"predicted_{kind}_bytes"], (row["phase"], kind)
 
 

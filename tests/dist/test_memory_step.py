@@ -11,7 +11,7 @@ from torch import nn
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.core.precision import Precision
 from shardplug.memory import CountedAllocations, JsonlSink, MemoryTracker, read_jsonl
-from shardplug.memory.layout import place
+from shardplug.plan.sizes.layout import place
 from shardplug.tiers.host import HostTier
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool

@@ -116,6 +116,6 @@ def test_the_peak_is_the_planned_one() -> None:
         batch=torch.empty(TOKENS, WIDTH),
         loss=loss_of,
     )
-    walk = found.choices[0].walk
+    walk = found.choices[0].timeline
     assert found.traced and walk.activations_out == moved["bytes_written"]
     assert abs(walk.peak.total / peak - 1) < 0.1

@@ -62,7 +62,7 @@ def run(
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from shardplug import heartbeat
+    from shardplug import watchdog
 
     if alone is not None and str(alone) != RANKS["RANK"]:
         return
@@ -77,7 +77,7 @@ def run(
     module.main(module.Options(**options))
     if dist.is_initialized():
         dist.destroy_process_group()
-    heartbeat.stop()  # a run of one rank would not, and this one's ranks are not lost
+    watchdog.stop()  # a run of one rank would not, and this one's ranks are not lost
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     PartialState._reset_state()

@@ -35,10 +35,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from shardplug.checkpoint import Reader, inspect, state_of_model, state_of_optimizer, write
-from shardplug.checkpoint import manifest as manifests
-from shardplug.checkpoint.durable import file_checksums
-from shardplug.checkpoint.exporting import export_checkpoint
-from shardplug.checkpoint.safetensors_file import header_bytes
+from shardplug.checkpoint.export.exporting import export_checkpoint
+from shardplug.checkpoint.format import manifest as manifests
+from shardplug.checkpoint.format.durable import file_checksums
+from shardplug.checkpoint.format.safetensors_file import header_bytes
 from shardplug.errors import ShardplugError
 
 SECONDS = 10.0

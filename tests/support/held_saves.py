@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardplug.checkpoint.durable import SummingFileSystem
-from shardplug.checkpoint.writer import Draft
+from shardplug.checkpoint.format.durable import SummingFileSystem
+from shardplug.checkpoint.write.writer import CheckpointWrite
 
 PATIENCE = 40.0  # seconds: under the pool's timeout
 
@@ -46,10 +46,10 @@ def held_saves(fail_on_save: int | None = None, failing: bool = True) -> Iterato
         fail_on_save: Which of them fails, counted from 1; None for no one.
         failing: Whether it is this rank on which it fails.
     """
-    gate, write_tensors = Gate(fail_on_save, failing), Draft._write_tensors
+    gate, write_tensors = Gate(fail_on_save, failing), CheckpointWrite._write_tensors
     create_stream = SummingFileSystem.create_stream
 
-    def held(self: Draft, *args: Any, **kwargs: Any) -> None:
+    def held(self: CheckpointWrite, *args: Any, **kwargs: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             gate.arrive()
         write_tensors(self, *args, **kwargs)
@@ -58,11 +58,11 @@ def held_saves(fail_on_save: int | None = None, failing: bool = True) -> Iterato
         gate.check_space()
         return create_stream(self, *args, **kwargs)
 
-    Draft._write_tensors = held  # type: ignore[method-assign]
+    CheckpointWrite._write_tensors = held  # type: ignore[method-assign]
     SummingFileSystem.create_stream = full  # type: ignore[method-assign]
     try:
         yield gate
     finally:
         gate.release()
-        Draft._write_tensors = write_tensors  # type: ignore[method-assign]
+        CheckpointWrite._write_tensors = write_tensors  # type: ignore[method-assign]
         SummingFileSystem.create_stream = create_stream  # type: ignore[method-assign]

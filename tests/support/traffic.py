@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardplug.core.order import KINDS
+from shardplug.core.ranks.collective_order import KINDS
 
 
 class Traffic(TorchDispatchMode):

@@ -18,19 +18,19 @@ from shardplug.checkpoint import (
     Reader,
     is_checkpoint,
     load_optimizer,
-    source,
     state_of_model,
     state_of_optimizer,
     write,
 )
-from shardplug.checkpoint import manifest as manifests
-from shardplug.checkpoint.collective import rank_and_size, together
-from shardplug.checkpoint.durable import file_checksums
-from shardplug.checkpoint.extra_state import decode, encode
-from shardplug.checkpoint.names import clean_name, listed, pair
-from shardplug.checkpoint.plain import culprit, load_plain
-from shardplug.checkpoint.rng import rng_state, set_rng_state
-from shardplug.checkpoint.snapshot import Snapshot, SnapshotMemory
+from shardplug.checkpoint.format import manifest as manifests
+from shardplug.checkpoint.format.durable import file_checksums
+from shardplug.checkpoint.format.plain import culprit, load_plain
+from shardplug.checkpoint.read import stored_tensors as source
+from shardplug.checkpoint.state.extra_state import decode, encode
+from shardplug.checkpoint.state.names import clean_name, listed, pair
+from shardplug.checkpoint.state.rank_rng import rng_state, set_rng_state
+from shardplug.checkpoint.write.snapshot import Snapshot, SnapshotMemory
+from shardplug.collective import rank_and_size, together
 from shardplug.errors import CheckpointError
 
 

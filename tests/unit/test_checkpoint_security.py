@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from shardplug.checkpoint import Reader, export, inspect, resume_point, write
-from shardplug.checkpoint import manifest as manifests
-from shardplug.checkpoint.dcp_folder import check_safe
-from shardplug.checkpoint.durable import file_checksums
+from shardplug.checkpoint.foreign.dcp_folder import check_safe
+from shardplug.checkpoint.format import manifest as manifests
+from shardplug.checkpoint.format.durable import file_checksums
 from shardplug.errors import CheckpointError, ConfigError
-from shardplug.hosts.checkpoints import _point, _remove
+from shardplug.integrations.common.async_save import _point, _remove
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

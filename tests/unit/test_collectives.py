@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardplug.core.order import Order
-from shardplug.core.peer import InFlight, PeerGather, PeerReduce, ReplicaSum
+from shardplug.core.ranks.collective_order import CollectiveOrder
+from shardplug.core.ranks.peer import InFlight, PeerGather, PeerReduce, ReplicaSum
 from shardplug.errors import ScheduleError
 from tests.support.parity import raises_everywhere
 from tests.support.pool import RankPool
@@ -23,7 +23,7 @@ def _group() -> dist.ProcessGroup:
 
 def _same_as_torch(async_op: bool) -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    order = Order(_group(), compare=True)
+    order = CollectiveOrder(_group(), compare=True)
     order.units.append("a unit")
     gather = PeerGather(order, 0)
     reduce = PeerReduce(order, 0, InFlight(), lambda dtype: False)
@@ -62,7 +62,7 @@ def _same_as_torch(async_op: bool) -> None:
 def _sums_over_replicas(late: bool) -> None:
     """As torch's, and to the bit the sum in rank order; more and fewer elements than ranks."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    order, in_flight = Order(_group(), compare=True), InFlight()
+    order, in_flight = CollectiveOrder(_group(), compare=True), InFlight()
     order.units.append("a unit")
     replicas = ReplicaSum(order, 0, _group(), in_flight, lambda dtype: late)
     for size in (1, 7, 1000):
@@ -86,7 +86,7 @@ def _sums_over_replicas(late: bool) -> None:
 
 def _late_reductions() -> None:
     """One reduction is under way at a time, and the last one is completed at the end."""
-    order = Order(_group(), compare=True)
+    order = CollectiveOrder(_group(), compare=True)
     in_flight = InFlight()
     outputs = []
     for unit in range(3):
@@ -104,7 +104,7 @@ def _late_reductions() -> None:
 
 def _orders_that_part() -> str:
     """The rank that is ahead with another use must not wait for it before it sees the first."""
-    order = Order(_group(), compare=True)
+    order = CollectiveOrder(_group(), compare=True)
     order.units += ["left", "right"]
     order.announce("gather", 0)
     second = order.announce("gather" if dist.get_rank() else "reduce", 1)
@@ -123,7 +123,7 @@ def _orders_that_part() -> str:
 
 def _first_to_leave(folder: str) -> str:
     """One rank ends at once when it finds the difference, the other has yet to look."""
-    order = Order(_group(), compare=True)
+    order = CollectiveOrder(_group(), compare=True)
     order.units += ["left", "right"]
     check = order.announce("gather", dist.get_rank())
     if dist.get_rank():
@@ -143,7 +143,7 @@ def _first_to_leave(folder: str) -> str:
 
 
 def _gone_without_a_word(folder: str) -> None:
-    order = Order(_group(), compare=True)
+    order = CollectiveOrder(_group(), compare=True)
     order.units.append("left")
     dist.barrier()  # an order that is being made asks for messages of the other rank already
     if dist.get_rank():
@@ -154,7 +154,7 @@ def _gone_without_a_word(folder: str) -> None:
 
 
 def _checksums() -> None:
-    order = Order(_group(), compare=False)
+    order = CollectiveOrder(_group(), compare=False)
     order.announce("gather", dist.get_rank()).confirm()  # nothing is compared at once
     total = torch.tensor(order.checksum)
     dist.all_reduce(total)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardplug.checkpoint.commit import MANIFEST, Aside, is_leftover, locate, new_id
+from shardplug.checkpoint.format.commit import MANIFEST, StagingFolder, is_leftover, locate, new_id
 from shardplug.errors import CheckpointError
 from tests.support.faults import failing, files_in
 
@@ -28,13 +28,13 @@ def folder(path: Path, text: str = "", *, whole: bool = True) -> Path:
     return path
 
 
-def fill(aside: Aside, text: str) -> None:
+def fill(aside: StagingFolder, text: str) -> None:
     (aside.folder / "__0_0.distcp").write_text(text)
     (aside.folder / MANIFEST).write_text(OWN)
 
 
 def save(target: Path, text: str) -> None:
-    aside = Aside(target, new_id())
+    aside = StagingFolder(target, new_id())
     aside.open()
     fill(aside, text)
     try:
@@ -60,12 +60,12 @@ def test_parents_are_made_and_go_with_a_failed_save(tmp_path: Path, made: tuple[
     root = tmp_path.joinpath(*made)
     root.mkdir(exist_ok=True)
     before = files_in(tmp_path)
-    aside = Aside(root / "b" / "c" / "d", new_id())
+    aside = StagingFolder(root / "b" / "c" / "d", new_id())
     aside.open()
     assert aside.folder.parent == root / "b" / "c"
     aside.discard()
     assert files_in(tmp_path) == before
-    aside = Aside(root / "b" / "c" / "d", new_id())
+    aside = StagingFolder(root / "b" / "c" / "d", new_id())
     aside.open()
     (root / "b" / "mine").write_text("another's")
     aside.discard()
@@ -77,7 +77,7 @@ def test_only_checkpoints_and_empty_folders_are_replaced(tmp_path: Path) -> None
     folder(tmp_path / "other", whole=False)
     for name, message in (("file", "is a file"), ("other", "with other things in it")):
         with pytest.raises(CheckpointError, match=message):
-            Aside(tmp_path / name, new_id()).open()
+            StagingFolder(tmp_path / name, new_id()).open()
     (tmp_path / "empty").mkdir()
     save(tmp_path / "empty", "1")
     assert content(tmp_path / "empty") == "1"
@@ -100,7 +100,7 @@ def test_a_killed_save_before_its_first_rename(tmp_path: Path) -> None:
     """What is whole may be what the run goes on from: it goes when there is a newer one."""
     save(tmp_path / "a", "1")
     left = dead(tmp_path / "a", "tmp", "2")
-    aside = Aside(tmp_path / "c", new_id())
+    aside = StagingFolder(tmp_path / "c", new_id())
     aside.open()
     assert left.is_dir() and content(tmp_path / "a") == "1"
     aside.discard()
@@ -112,7 +112,7 @@ def test_a_killed_save_before_its_first_rename(tmp_path: Path) -> None:
 def test_a_killed_save_between_its_renames(tmp_path: Path) -> None:
     old, new = dead(tmp_path / "a", "old", "1"), dead(tmp_path / "a", "tmp", "2")
     assert locate(tmp_path / "a") == old and content(tmp_path / "a") == "1"
-    aside = Aside(tmp_path / "b", new_id())
+    aside = StagingFolder(tmp_path / "b", new_id())
     aside.open()  # puts it back
     assert (
         not old.exists() and (tmp_path / "a" / "__0_0.distcp").read_text() == "1" and new.is_dir()
@@ -139,7 +139,7 @@ def test_a_half_removed_folder_does_not_come_back(tmp_path: Path) -> None:
 
 
 def test_living_saves_are_left_alone(tmp_path: Path) -> None:
-    one, two = Aside(tmp_path / "a", new_id()), Aside(tmp_path / "b", new_id())
+    one, two = StagingFolder(tmp_path / "a", new_id()), StagingFolder(tmp_path / "b", new_id())
     one.open()
     fill(one, "1")
     two.open()
@@ -148,7 +148,7 @@ def test_living_saves_are_left_alone(tmp_path: Path) -> None:
     assert one.folder.is_dir() and two.folder.is_dir()
     # In the middle of its renames, too: the old folder is held by the lock on the new one.
     save(tmp_path / "d", "old")
-    three = Aside(tmp_path / "d", new_id())
+    three = StagingFolder(tmp_path / "d", new_id())
     three.open()
     fill(three, "new")
     old = tmp_path / f".d.old-{three.folder.name[-8:]}"
@@ -163,7 +163,7 @@ def test_living_saves_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_two_saves_to_one_path_both_leave_it_whole(tmp_path: Path) -> None:
-    one, two = Aside(tmp_path / "a", new_id()), Aside(tmp_path / "a", new_id())
+    one, two = StagingFolder(tmp_path / "a", new_id()), StagingFolder(tmp_path / "a", new_id())
     for aside, text in ((one, "1"), (two, "2")):
         aside.open()
         fill(aside, text)
@@ -174,7 +174,7 @@ def test_two_saves_to_one_path_both_leave_it_whole(tmp_path: Path) -> None:
 
 def test_a_lock_goes_with_the_save_not_with_its_children(tmp_path: Path) -> None:
     """Data loader workers that are forked meanwhile hold a copy of the lock's handle."""
-    aside = Aside(tmp_path / "a", new_id())
+    aside = StagingFolder(tmp_path / "a", new_id())
     aside.open()
     assert aside._lock is not None
     os.set_inheritable(aside._lock, True)
@@ -225,7 +225,7 @@ def test_links_are_replaced_and_put_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_failed_rename_leaves_the_old_one(tmp_path: Path, number: int) -> None:
     save(tmp_path / "a", "1")
-    aside = Aside(tmp_path / "a", new_id())
+    aside = StagingFolder(tmp_path / "a", new_id())
     aside.open()
     fill(aside, "2")
     with failing("rename", number), pytest.raises(OSError, match="fault"):
@@ -238,7 +238,7 @@ def test_a_failed_rename_leaves_the_old_one(tmp_path: Path, number: int) -> None
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_failed_fsync_takes_the_new_one_back(tmp_path: Path, number: int) -> None:
     save(tmp_path / "a", "1")
-    aside = Aside(tmp_path / "a", new_id())
+    aside = StagingFolder(tmp_path / "a", new_id())
     aside.open()
     fill(aside, "2")
     with failing("fsync", number), pytest.raises(OSError, match="fault"):
@@ -259,7 +259,7 @@ def test_what_cannot_be_removed_is_said_and_not_taken_for_whole(
     with pytest.warns(UserWarning, match="earlier save could not be removed"):
         save(tmp_path / "a", "2")
     assert content(tmp_path / "a") == "2"
-    aside = Aside(tmp_path / "b", new_id())
+    aside = StagingFolder(tmp_path / "b", new_id())
     with pytest.warns(UserWarning, match="earlier save could not be removed"):
         aside.open()
     fill(aside, "3")

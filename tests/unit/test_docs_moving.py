@@ -8,7 +8,7 @@ import re
 import pytest
 
 from shardplug import ZeroConfig
-from shardplug.accelerate.options import ENVIRONMENT_NAME, read_config
+from shardplug.integrations.accelerate.options import ENVIRONMENT_NAME, read_config
 from tests.support.printed import PAGES, ROOT
 
 GUIDES = [ROOT / "docs" / "guides" / name for name in ("from-deepspeed.md", "from-fsdp.md")]

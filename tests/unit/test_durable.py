@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 
-from shardplug.checkpoint import durable
-from shardplug.checkpoint.durable import (
+from shardplug.checkpoint.format import durable
+from shardplug.checkpoint.format.durable import (
     CheckedFileSystem,
     SummingFileSystem,
     file_checksums,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardplug.checkpoint import inspect, write
-from shardplug.checkpoint.inspection import inspect_folder
+from shardplug.checkpoint.read.inspection import inspect_folder
 from shardplug.errors import CheckpointError
 
 

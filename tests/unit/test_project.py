@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ FRAMEWORKS = (
     "trl",
     "wandb",
 )
-TORCH_BOUNDARY = PACKAGE / "core" / "_torch.py"
+TORCH_BOUNDARY = PACKAGE / "core" / "_torch"
 
 
 def _name(path: Path) -> str:
@@ -250,24 +251,15 @@ def test_every_stage_has_an_accelerate_yaml() -> None:
 # -- Public names ---------------------------------------------------------------------------------
 
 
-INTERNAL_PACKAGES = {"core", "hosts", "optim"}
-PUBLIC_PACKAGES = ["shardplug"] + [
-    f"shardplug.{info.name}"
-    for info in pkgutil.iter_modules([str(PACKAGE)])
-    if info.ispkg and info.name not in INTERNAL_PACKAGES
-]
-
-
-def test_public_packages_are_found() -> None:
-    expected = {"accelerate", "checkpoint", "fabric", "lightning", "memory"}
-    assert {f"shardplug.{name}" for name in expected} <= set(PUBLIC_PACKAGES)
+PUBLIC = ("accelerate", "checkpoint", "engine", "errors", "fabric", "hf", "lightning")
+PUBLIC_MODULES = ["shardplug", *(f"shardplug.{name}" for name in (*PUBLIC, "memory", "monitor"))]
 
 
 def _constants_classes_functions(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
 
 
-@pytest.mark.parametrize("name", PUBLIC_PACKAGES)
+@pytest.mark.parametrize("name", PUBLIC_MODULES)
 def test_all_is_sorted_and_equals_the_public_names(name: str) -> None:
     package = importlib.import_module(name)
     exported = list(package.__all__)
@@ -355,7 +347,7 @@ def _private_torch_uses(path: Path, private: frozenset[str], own: set[str]) -> I
 def _own_private_names() -> set[str]:
     names: set[str] = set()
     for path in SOURCES:
-        if path == TORCH_BOUNDARY:
+        if TORCH_BOUNDARY in path.parents:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -372,70 +364,57 @@ def _own_private_names() -> set[str]:
     return names
 
 
-def test_private_names_of_torch_are_used_in_one_file_only() -> None:
+def test_private_names_of_torch_are_used_in_one_folder_only() -> None:
     private = _torch_private_attributes()
     assert {"_local_tensor", "_get_fsdp_state"} <= private
     assert hasattr(FSDPModule, "_get_fsdp_state")
     own = _own_private_names()
     # The check sees what it is meant to see.
-    assert list(_private_torch_uses(TORCH_BOUNDARY, private, set()))
+    inside = [path for path in SOURCES if TORCH_BOUNDARY in path.parents]
+    assert any(list(_private_torch_uses(path, private, set())) for path in inside)
     found = [
         f"{_name(path)}: {use}"
         for path in SOURCES
-        if path != TORCH_BOUNDARY
+        if TORCH_BOUNDARY not in path.parents
         for use in _private_torch_uses(path, private, own)
     ]
-    assert not found, "move these to shardplug/core/_torch.py"
+    assert not found, "move these to shardplug/core/_torch/"
 
 
-_LAYERS = {  # part of the package -> parts it may import, besides itself
-    "errors": set(),
-    "_undistributed": {"errors"},
-    "config": {"errors"},
-    "core": {"config", "errors"},
-    "checkpoint": {"core", "tiers", "config", "errors"},
-    "memory": {"core", "optim", "tiers", "config", "errors"},
-    "tiers": {"errors"},
-    "params": {"core", "tiers", "errors"},
-    "optim": {"core", "params", "tiers", "config", "errors"},
-    "heartbeat": {"core", "errors"},
-    "monitor": {"checkpoint", "core", "errors"},
-    "engine": {
-        *("core", "optim", "params", "checkpoint", "heartbeat", "memory", "tiers"),
-        *("config", "errors"),
-    },
-    "hosts": {
-        *("engine", "windows", "core", "checkpoint", "heartbeat", "memory"),
-        *("config", "errors"),
-    },
-    "windows": {"errors"},
-    "cli": {
-        *("_undistributed", "engine", "core", "checkpoint", "memory", "tiers", "config", "errors"),
-        "__version__",
-    },
-    "__main__": {"cli"},
-}
-_ADAPTERS = {"lightning", "fabric", "accelerate", "hf", "run"}
-_MAY_USE = {  # the frameworks that an adapter is about
-    "lightning": {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"},
-    "fabric": {"lightning", "lightning_fabric", "pytorch_lightning"},
-    "accelerate": {"accelerate", "transformers"},
-    "hf": {"transformers", "accelerate", "huggingface_hub"},
+_ORDER = (  # from the lowest layer to the highest; a part imports only parts of lower layers
+    {"errors"},
+    {"config", "_launch", "_undistributed", "windows", "collective", "tiers", "process"},
+    {"core"},
+    {"params"},
+    {"optim", "checkpoint", "watchdog"},
+    {"plan", "monitor"},
+    {"oom", "tracking"},
+    {"engine"},
+    {"memory"},
+    {"integrations"},
+    {"lightning", "fabric", "accelerate", "hf"},
+    {"run"},
+    {"cli"},
+    {"__main__"},
+)
+_NAMES_IN_STRINGS = {"_registration"}  # puts integrations where the frameworks look them up
+_MAY_USE = {  # the frameworks that a part is about, imported on use where they are optional
+    "integrations/lightning": {"lightning", "pytorch_lightning", "lightning_fabric"},
+    "integrations/fabric": {"lightning", "lightning_fabric", "pytorch_lightning"},
+    "integrations/accelerate": {"accelerate", "transformers"},
+    "integrations/hf": {"transformers", "accelerate", "huggingface_hub"},
     "run": {"accelerate", "transformers"},
-    # drawn and logged with, and read configurations and make adapters with, imported on use
-    "memory": {"matplotlib", "peft", "transformers", "wandb"},
+    "plan": {"peft", "transformers"},
+    "tracking": {"matplotlib", "wandb"},
+}
+_MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in SOURCES
 }
 
 
-def _family(part: str) -> set[str]:
-    """The Accelerate adapter has three parts, which may use each other."""
-    one = {"accelerate", "hf", "run"}
-    return one if part in one else {part}
-
-
-def _part(path: Path) -> str:
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
+def _part(module: str) -> str:
+    return module.partition(".")[2].partition(".")[0]
 
 
 def _runtime_imports(path: Path) -> Iterator[tuple[str, str | None]]:
@@ -445,34 +424,47 @@ def _runtime_imports(path: Path) -> Iterator[tuple[str, str | None]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.body = [ast.Pass()]
     yield from _imports(tree)
+    for node in ast.walk(tree):  # by string
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str) and value in _MODULES and value.count(".") > 1:
+            yield value, None
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=_name(path)) for path in SOURCES])
-def test_imports_point_one_way(path: Path) -> None:
-    part = _part(path)
+def _arrows(path: Path) -> set[str]:
+    """Modules of the package that one of its files imports."""
+    found: set[str] = set()
     for module, name in _runtime_imports(path):
-        top, *rest = module.split(".")
+        if module.split(".")[0] == "shardplug":
+            whole = f"{module}.{name}" if name else module
+            found.add(whole if whole in _MODULES else module)
+    return found & set(_MODULES)
+
+
+@pytest.mark.parametrize("module", sorted(_MODULES))
+def test_imports_point_down(module: str) -> None:
+    path, part = _MODULES[module], _part(module)
+    place = next((key for key in _MAY_USE if f"shardplug/{key}" in _name(path)), "")
+    for imported, _ in _runtime_imports(path):
+        top = imported.split(".")[0]
         if top in FRAMEWORKS or top in ("lightning_utilities", "torchmetrics"):
-            allowed = _MAY_USE.get(part, set())
-            assert top in allowed, f"{_name(path)} imports {module}"
-        if top != "shardplug":
-            continue
-        target = rest[0] if rest else (name or "")
-        if target == part or part == "__init__":
-            continue
-        if part == "_hosts":  # names adapters in strings, imports them when a strategy is made
-            assert target in {"config", "errors"}, f"{_name(path)} imports {module}"
-            continue
-        if part in _LAYERS:
-            assert target in _LAYERS[part], f"{_name(path)} imports {module}"
-        else:
-            assert target not in _ADAPTERS - _family(part), f"{_name(path)} imports {module}"
+            assert top in _MAY_USE.get(place, set()), f"{module} imports {imported}"
+    if part == "" or part in _NAMES_IN_STRINGS:
+        return
+    level = next((i for i, parts in enumerate(_ORDER) if part in parts), None)
+    assert level is not None, f"give {part} its place in _ORDER"
+    lower = {part}.union(*_ORDER[:level])
+    for imported in _arrows(path):
+        if imported != "shardplug":
+            assert _part(imported) in lower, f"{module} imports {imported}"
 
 
-def test_import_arrow_covers_every_part_of_the_package() -> None:
-    parts = {_part(path) for path in SOURCES}
-    assert {"core", "engine", "lightning", "accelerate"} <= parts
-    assert parts <= {*_LAYERS, *_ADAPTERS, "__init__", "_hosts"}, "give the new part its place"
+def test_the_import_graph_has_no_circle() -> None:
+    graph = {module: _arrows(path) - {module} for module, path in _MODULES.items()}
+    for module in _NAMES_IN_STRINGS:
+        graph[f"shardplug.{module}"] = set()
+    graph["shardplug"] = set()
+    assert sum(len(arrows) for arrows in graph.values()) > 500
+    assert tuple(TopologicalSorter(graph).static_order())
 
 
 def test_import_shardplug_loads_no_framework() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
-from shardplug.checkpoint.names import pair
-from shardplug.checkpoint.renaming import Renaming
+from shardplug.checkpoint.read.renaming import Renaming
+from shardplug.checkpoint.state.names import pair
 from shardplug.errors import CheckpointError
 
 NAMES = ("embed.weight", "blocks.0.up.weight", "blocks.0.up.bias", "blocks.10.up.weight", "scale")

@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from shardplug.checkpoint import ResumePoint, manifest, resume_point, write
-from shardplug.checkpoint.commit import MANIFEST
+from shardplug.checkpoint import ResumePoint, resume_point, write
+from shardplug.checkpoint.format import manifest
+from shardplug.checkpoint.format.commit import MANIFEST
 from shardplug.errors import CheckpointError
 from tests.support.faults import DAMAGES, flip
 

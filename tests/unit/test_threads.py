@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardplug.core.threads import Cores, complaint, local_place, warn_of_cores
+from shardplug.core.ranks.threads import Cores, complaint, local_place, warn_of_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = {"SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8(x2)"}

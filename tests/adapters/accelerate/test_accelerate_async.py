@@ -14,9 +14,9 @@ import torch
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
-from shardplug.accelerate.options import read_async_save, read_config
 from shardplug.checkpoint import is_checkpoint, resume_point
 from shardplug.errors import CheckpointError, ConfigError
+from shardplug.integrations.accelerate.options import read_async_save, read_config
 from tests.adapters.accelerate.common import WORLD, accelerator
 from tests.support.held_saves import held_saves
 from tests.support.pool import RankPool

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardplug import ConfigError
-from shardplug.accelerate.options import ENVIRONMENT_NAME, read_budget, read_config
-from shardplug.memory.auto import split_auto
+from shardplug.integrations.accelerate.options import ENVIRONMENT_NAME, read_budget, read_config
+from shardplug.plan.auto import split_auto
 from tests.adapters.accelerate.common import accelerator, loader, samples, seeded_model
 from tests.support.models import lm_loss
 from tests.support.pool import RankPool

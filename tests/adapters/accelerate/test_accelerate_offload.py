@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardplug import ZeroConfig
-from shardplug.accelerate.options import ENVIRONMENT_NAME, read_config
+from shardplug.integrations.accelerate.options import ENVIRONMENT_NAME, read_config
 from tests.adapters.accelerate.common import MAX_NORM, accelerator, loader, samples, seeded_model
 from tests.support.activations import small_ones_move
 from tests.support.models import lm_loss

@@ -19,13 +19,13 @@ from accelerate.utils import (
 from accelerate.utils.dataclasses import TorchDynamoPlugin
 
 from shardplug import ConfigError, ZeroConfig
-from shardplug.accelerate.distributed import (
+from shardplug.integrations.accelerate.distributed import (
     process_group_handler,
     refuse_lone_tasks,
     refuse_too_many_ranks,
     wants_cpu,
 )
-from shardplug.accelerate.options import (
+from shardplug.integrations.accelerate.options import (
     make_plugin,
     read_config,
     refuse_settings,

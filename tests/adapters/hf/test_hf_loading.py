@@ -17,7 +17,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import shardplug.hf
 from shardplug import CheckpointError, ConfigError
-from shardplug.core.origin import source_dtypes
+from shardplug.core.weights.origin import source_dtypes
 from tests.adapters.hf.models import (
     assert_equal,
     assert_equal_buffers,
@@ -109,9 +109,9 @@ def test_experts_are_fused_from_the_rows_that_are_asked_for(tmp_path):
     names = set(load_file(tmp_path / "model.safetensors"))
     assert "model.layers.0.block_sparse_moe.experts.11.w1.weight" in names
     model = shardplug.hf.from_pretrained(tmp_path)
-    from shardplug.core.sources import waiting_in
+    from shardplug.core.weights.sources import deferred_in
 
-    waiting = waiting_in(model).tensors
+    waiting = deferred_in(model).tensors
     fused = model.model.layers[1].mlp.experts.gate_up_proj
     whole = theirs(tmp_path).model.layers[1].mlp.experts.gate_up_proj
     assert waiting[fused].by_row
@@ -166,7 +166,9 @@ class Scaled(ConversionOps):
 
 def test_conversion_that_needs_values_is_refused(llama, monkeypatch):
     converter = WeightConverter("self_attn.k_proj", "self_attn.k_proj", [Scaled()])
-    monkeypatch.setattr("shardplug.hf.names.get_model_conversion_mapping", lambda m: [converter])
+    monkeypatch.setattr(
+        "shardplug.integrations.hf.names.get_model_conversion_mapping", lambda m: [converter]
+    )
     with pytest.raises(CheckpointError, match=r"LlamaForCausalLM .*k_proj.*\(Scaled\) that needs"):
         shardplug.hf.from_pretrained(llama)
 

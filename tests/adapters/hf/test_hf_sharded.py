@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaModel
 
 import shardplug.hf
 from shardplug import CheckpointError, ModelError, ZeroConfig, ZeroEngine
-from shardplug.core.origin import source_dtypes
-from shardplug.hf.stored import FileTensor
+from shardplug.core.weights.origin import source_dtypes
+from shardplug.integrations.hf.stored import FileTensor
 from tests.adapters.hf.models import (
     assert_equal,
     assert_equal_buffers,

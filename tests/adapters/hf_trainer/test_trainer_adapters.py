@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import shardplug.hf
-from shardplug.accelerate.trainer_folders import FOLDER
 from shardplug.checkpoint import export
 from shardplug.errors import CheckpointError
+from shardplug.integrations.accelerate.trainer_folders import FOLDER
 from tests.adapters.hf_trainer.common import build, launched, run
 from tests.support.pool import RankPool
 

@@ -52,7 +52,7 @@ def check(order, roots):
     assert not ours & set(sys.modules)
     for name in order:
         __import__(name)
-    from shardplug._hosts import REGISTRIES
+    from shardplug._registration import REGISTRIES
     import importlib
     for module, (registry, _) in REGISTRIES.items():
         if module.split(".")[0] not in roots:

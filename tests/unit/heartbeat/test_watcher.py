@@ -18,9 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from shardplug.errors import ConfigError
-from shardplug.heartbeat import Limits
-from shardplug.heartbeat.process import Process
-from shardplug.heartbeat.watcher import Watcher
+from shardplug.watchdog import Limits
+from shardplug.watchdog.processes import Process
+from shardplug.watchdog.watcher import Watcher
 
 STEP = 0.5
 """Seconds that a clock is moved on at once: less than what a watcher takes for its own stop."""

@@ -64,7 +64,7 @@ def test_first_step_and_stale_gradients() -> None:
     first = Moment(phase="after_forward", stepped=False)
     assert bytes_per_parameter(2, 4, first)["optimizer_state"] == 0
     assert bytes_per_parameter(2, 4, first)["gradients"] == 0
-    stale = Moment(phase="after_forward", stale_gradients=True)
+    stale = Moment(phase="after_forward", grads_kept_through_forward=True)
     assert bytes_per_parameter(2, 4, stale)["gradients"] == 1
     assert bytes_per_parameter(2, 4, Moment(phase="after_step"))["gradients"] == 1
 

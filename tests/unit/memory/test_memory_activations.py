@@ -11,11 +11,11 @@ from torch import nn
 from shardplug import ConfigError, ZeroConfig
 from shardplug.cli import main
 from shardplug.memory import OptimizerKind, accelerate_yaml, as_text, lightning_line, plan
-from shardplug.memory.auto import AutoBudget, auto_config
-from shardplug.memory.choices import GIB
-from shardplug.memory.observed import Call, Running
-from shardplug.memory.remedies import Room, remedies
-from shardplug.memory.twin import shapes_of, twin_of
+from shardplug.oom.remedies import Headroom, remedies
+from shardplug.plan.auto import AutoBudget, auto_config
+from shardplug.plan.choices import GIB
+from shardplug.plan.run.observed import Call, Running
+from shardplug.plan.trace.meta_copy import meta_copy, shapes_of
 from tests.support.models import TinyLM, lm_loss, tokens
 
 BATCH = tokens(0, 0, 0, batch=64, length=129)
@@ -35,7 +35,7 @@ def model() -> nn.Module:
 def running(config: ZeroConfig, device: str = "cuda") -> Running:
     return Running(
         config=config,
-        twin=twin_of(model()),
+        twin=meta_copy(model()),
         call=Call("forward", (shapes_of(BATCH),), {}),
         devices=2,
         nodes=1,
@@ -51,13 +51,13 @@ def test_a_gpu_out_of_memory_is_told_of_it() -> None:
     found = run.plan()
     now = run.choice(found)
     assert now is not None
-    what = {r.what: r for r in remedies(run, found, Room(capacity=int(0.6 * now.device)))}
+    what = {r.what: r for r in remedies(run, found, Headroom(capacity=int(0.6 * now.device)))}
     away = what['offload_activations="cpu"']
     assert away.freed > 0 and away.single and away.slower > 1
     assert 'offload_activations="cpu"' in "\n".join(away.lines)
     assert "offload_activations=cpu" in "\n".join(away.lines)  # the YAML
     on_cpu = running(ZeroConfig(stage=3), "cpu")
-    words = remedies(on_cpu, on_cpu.plan(), Room(capacity=1))
+    words = remedies(on_cpu, on_cpu.plan(), Headroom(capacity=1))
     assert words and not any("offload_activations" in remedy.what for remedy in words)
 
 
@@ -65,7 +65,7 @@ def test_a_run_that_has_it_is_found_in_its_plan() -> None:
     run = running(ZeroConfig(stage=2, offload_activations="cpu", activation_checkpointing=True))
     found = run.choice(run.plan())
     assert found is not None and found.name == "zero2 checkpointing activations_cpu"
-    assert found.walk.activations_out > 0
+    assert found.timeline.activations_out > 0
 
 
 def test_zero_auto_keeps_it() -> None:

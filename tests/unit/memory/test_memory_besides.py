@@ -11,7 +11,11 @@ import torch
 
 from shardplug.errors import OptimizerError
 from shardplug.memory import plan
-from shardplug.memory.besides import (
+from shardplug.oom.remedies import Headroom, Remedy, in_words
+from shardplug.plan.choices import Choice
+from shardplug.plan.sizes.optimizer_probe import kind_of, likely_kind
+from shardplug.process.limits import ControlGroup
+from shardplug.process.overhead import (
     KEPT,
     RETURNED,
     Used,
@@ -20,10 +24,6 @@ from shardplug.memory.besides import (
     used_by_process,
     used_now,
 )
-from shardplug.memory.choices import Choice
-from shardplug.memory.limits import ControlGroup
-from shardplug.memory.optimizer_probe import kind_of, likely_kind
-from shardplug.memory.remedies import Remedy, Room, in_words
 from tests.support.models import TinyLM, lm_loss, tokens
 
 
@@ -77,7 +77,7 @@ def test_what_freed_memory_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fits_is_said_only_with_room_to_spare() -> None:
     choice = _choice()
     size = choice.device
-    room = Room(capacity=int(1.2 * size), error=0.08, outset=int(2.2 * size), kept=1.1)
+    room = Headroom(capacity=int(1.2 * size), error=0.08, outset=int(2.2 * size), kept=1.1)
     assert room.surely(choice)
     tight = [
         replace(room, capacity=int(1.05 * size)),  # off by what plans are

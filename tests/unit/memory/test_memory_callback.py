@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardplug.errors import ConfigError
-from shardplug.lightning.memory_curve import make_memory_curve
+from shardplug.integrations.lightning.memory_curve import make_memory_curve
 from shardplug.memory import KINDS, PHASES, read_jsonl
 from tests.unit.memory.fakes import FakeEngine
 from tests.unit.memory.wandb_file import read_history

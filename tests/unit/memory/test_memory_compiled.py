@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardplug.memory import plan
-from shardplug.memory.optimizer_probe import kind_of
+from shardplug.plan.sizes.optimizer_probe import kind_of
 
 
 class Block(nn.Module):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardplug.memory.limits import ControlGroup
-from shardplug.memory.oom_watch import OomWatch
-from shardplug.memory.twin import NoCollectives, shapes_of, twin_of
+from shardplug.oom.watch import OomWatch
+from shardplug.plan.trace.meta_copy import NoCollectives, meta_copy, shapes_of
+from shardplug.process.limits import ControlGroup
 from tests.support.models import TinyLM, tokens
 
 
@@ -101,7 +101,7 @@ def test_a_twin_shares_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyLM(tied=True)
     model.register_buffer("known", torch.ones(3))
     model.first = [model.blocks[0]]  # a list of modules is no child
-    twin = twin_of(model)
+    twin = meta_copy(model)
     assert [n for n, _ in twin.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert twin.head.weight is twin.embed.weight and twin.head.weight.is_meta
     assert twin.first[0] is twin.blocks[0]
@@ -132,5 +132,5 @@ def test_a_twin_has_nobody_to_log_to_and_does_not_say_so(
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss = twin_of(Module()).training_step(torch.empty(2, 4, device="meta"), 0)
+        loss = meta_copy(Module()).training_step(torch.empty(2, 4, device="meta"), 0)
     assert loss.is_meta and "said" not in capsys.readouterr().out

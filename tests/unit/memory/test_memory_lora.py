@@ -118,7 +118,7 @@ def test_the_base_keeps_its_dtype_and_adapters_have_masters(
     assert as_dict(found)["lora"] == {"rank": 2, "target_modules": ["q_proj"]}
     smallest = min(found.choices, key=lambda choice: choice.device)
     state = 2 * adapters.itemsize * found.layout.num_trainable // 2 + 4 * 4  # and four counters
-    assert smallest.walk.phases["at_rest"]["optimizer_state"] <= state
+    assert smallest.timeline.phases["at_rest"]["optimizer_state"] <= state
 
 
 def _command(*arguments: str) -> int:

@@ -19,10 +19,10 @@ from shardplug.cli.plan import add_arguments, run
 from shardplug.core.precision import Precision
 from shardplug.errors import ConfigError, ModelError
 from shardplug.memory import PLAN_KINDS, as_dict, as_text, draw_plan, plan
-from shardplug.memory.choices import rank
-from shardplug.memory.layout import place
-from shardplug.memory.repeat import live_bytes, trace_model
-from shardplug.memory.trace import Event, Mark, TraceSettings, trace_step
+from shardplug.plan.choices import rank
+from shardplug.plan.sizes.layout import place
+from shardplug.plan.trace.repeated_blocks import live_bytes, trace_model
+from shardplug.plan.trace.trace import Event, Mark, TraceSettings, trace_step
 from tests.support.models import Block, TinyLM, lm_loss
 
 LLAMA = {
@@ -82,7 +82,7 @@ def test_the_papers_figures_stand_beside_ours() -> None:
     assert "120 / 31.41 / 16.64 / 1.875 GB" in as_text(found)
     # Ours after the last backward: fp32 masters, gradients and two moments over 64 ranks.
     for choice in found.choices:
-        held = choice.walk.phases["after_backward"]
+        held = choice.timeline.phases["after_backward"]
         states = sum(held[kind] for kind in ("master_shards", "gradients", "optimizer_state"))
         assert states / 1e9 == pytest.approx(7.5 * 16 / 64, rel=1e-3)
 
@@ -237,15 +237,15 @@ def test_a_model_that_cannot_be_traced_gets_a_formula_and_says_so() -> None:
     found = plan(model, devices=2, device_memory_gib=4, batch=batch, device="cpu")
     assert not found.traced and found.fits
     assert "could not be traced" in found.notes[0] and "factor of 2" in found.notes[0]
-    points = found.choices[0].walk.points
+    points = found.choices[0].timeline.points
     assert max(point.held["activations"] for point in points) > 0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_formula_is_within_its_bound(checkpointing: bool) -> None:
     """Llama's activations by formula, next to the traced ones."""
-    from shardplug.memory.estimate import estimated_trace
-    from shardplug.memory.segments import cut
+    from shardplug.plan.sizes.activation_formula import estimated_trace
+    from shardplug.plan.trace.segments import cut
 
     transformers = pytest.importorskip("transformers")
     fields = {**LLAMA, "num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 688}
@@ -333,11 +333,13 @@ def test_what_a_loop_keeps_is_planned() -> None:
         "loss": lambda model, batch: model(batch).sum(),
     }
     plain, accelerate, lightning = (
-        _tiny_plan(loop=loop, **options).choices[0].walk
+        _tiny_plan(loop=loop, **options).choices[0].timeline
         for loop in ("pytorch", "accelerate", "lightning")
     )
     logits = 2 * 9 * 257
-    kept = [walk.phases["after_forward"]["logits_and_loss"] for walk in (lightning, accelerate)]
+    kept = [
+        timeline.phases["after_forward"]["logits_and_loss"] for timeline in (lightning, accelerate)
+    ]
     assert kept[1] - kept[0] == 2 * logits, "4 bytes for each instead of 2"
     assert accelerate.phases["after_forward"]["gradients"] == 0
     assert plain.phases["after_forward"]["gradients"] == 0
@@ -356,7 +358,7 @@ def test_bytes_moved_are_the_stage_tables() -> None:
     factors = {1: 2, 2: 4, 3: 9}
     for choice in found.choices:
         expected = factors[choice.stage] * parameters / 2
-        assert choice.walk.moved.total == pytest.approx(expected, rel=0.03)
+        assert choice.timeline.moved.total == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("loop", ["lightning", "accelerate", "pytorch"])
@@ -391,7 +393,7 @@ def test_a_large_model_is_planned_from_its_configuration_alone() -> None:
         found.best is not None and found.best.name == "zero3_cpu offload_params=cpu checkpointing"
     )
     choice = next(c for c in found.choices if c.name == "zero3 checkpointing")
-    rest = choice.walk.phases["at_rest"]
+    rest = choice.timeline.phases["at_rest"]
     states = rest["master_shards"] + rest["optimizer_state"]
     assert states == pytest.approx(found.layout.num_parameters * 12 / 8, rel=1e-3)
     # Weights, gradients and two moments in fp32, and the weights in bf16.

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from shardplug import ZeroConfig
-from shardplug.memory.besides import KEPT, RETURNED
-from shardplug.memory.observed import Call, Running
-from shardplug.memory.optimizers import OptimizerKind
-from shardplug.memory.remedies import Remedy, Room, remedies
-from shardplug.memory.twin import shapes_of, twin_of
+from shardplug.oom.remedies import Headroom, Remedy, remedies
+from shardplug.plan.run.observed import Call, Running
+from shardplug.plan.sizes.optimizers import OptimizerKind
+from shardplug.plan.trace.meta_copy import meta_copy, shapes_of
+from shardplug.process.overhead import KEPT, RETURNED
 from tests.support.models import TinyLM, tokens
 
 GIB = 2**30
@@ -21,7 +21,7 @@ def _running(device: str, **fields: Any) -> Running:
     """A run of two ranks; micro-batches of one sample cannot be made smaller."""
     return Running(
         config=ZeroConfig(**fields),
-        twin=twin_of(TinyLM(width=72, hidden=288)),
+        twin=meta_copy(TinyLM(width=72, hidden=288)),
         call=Call("forward", shapes_of((tokens(0, 0, 0)[:1],)), {}),
         devices=2,
         nodes=1,
@@ -53,7 +53,7 @@ def test_state_goes_only_where_there_is_room_for_it(short: str) -> None:
     capacity = int(0.8 * running.device)
 
     def first(**room: int) -> list[Remedy]:
-        return remedies(run, planned, Room(capacity, **{"host": GIB, "nvme": GIB, **room}))
+        return remedies(run, planned, Headroom(capacity, **{"host": GIB, "nvme": GIB, **room}))
 
     roomy = first()
     assert all(r.over == 0 and r.surely for r in roomy)
@@ -61,10 +61,10 @@ def test_state_goes_only_where_there_is_room_for_it(short: str) -> None:
     tight = first(**{short: least - 1})
     assert tight and not any(r.surely and f'offload_optimizer="{tier}"' in r.what for r in tight)
     choice = next(c for c in planned.choices if getattr(c, size) == least)
-    short_by = Room(GIB, **{"host": GIB, "nvme": GIB, short: least - 1})
+    short_by = Headroom(GIB, **{"host": GIB, "nvme": GIB, short: least - 1})
     assert short_by.over(choice) == 1 and not short_by.surely(choice)
-    assert not Room(GIB, **{"host": GIB, "nvme": GIB, short: least}).over(choice)
-    assert not Room(GIB).over(choice), "what is not known is not held against it"
+    assert not Headroom(GIB, **{"host": GIB, "nvme": GIB, short: least}).over(choice)
+    assert not Headroom(GIB).over(choice), "what is not known is not held against it"
 
 
 def test_memory_that_malloc_keeps_is_given_back_first() -> None:
@@ -75,7 +75,7 @@ def test_memory_that_malloc_keeps_is_given_back_first() -> None:
     assert running is not None
     size = running.device
     options: dict[str, Any] = {"capacity": int(1.2 * size), "error": RETURNED}
-    room = Room(**options, outset=int(1.3 * size), kept=KEPT, freed=size // 5)
+    room = Headroom(**options, outset=int(1.3 * size), kept=KEPT, freed=size // 5)
     found = remedies(run, planned, room)
     first, *others = found
     assert first.what.startswith("MALLOC_MMAP_THRESHOLD_=131072 in the environment")
@@ -86,10 +86,10 @@ def test_memory_that_malloc_keeps_is_given_back_first() -> None:
     least = min(c.device for c in planned.choices if c.stage == 3 and c.offload_optimizer == "none")
     room_for_it = int((1 + RETURNED) * least) + 1
     assert room_for_it < (1 + RETURNED) * size
-    tighter = Room(room_for_it, error=RETURNED, outset=room_for_it, kept=KEPT, freed=size // 5)
+    tighter = Headroom(room_for_it, error=RETURNED, outset=room_for_it, kept=KEPT, freed=size // 5)
     with_it = remedies(run, planned, tighter)
     assert (
         with_it[0].surely and not with_it[0].over and ", MALLOC_MMAP_THRESHOLD_" in with_it[0].what
     )
-    unknown = Room(**options, outset=int(1.3 * size), kept=KEPT)
+    unknown = Headroom(**options, outset=int(1.3 * size), kept=KEPT)
     assert not any("MALLOC" in r.what for r in remedies(run, planned, unknown))

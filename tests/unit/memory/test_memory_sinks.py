@@ -127,7 +127,7 @@ def test_bars_of_a_thousand_units_are_labelled_without_an_exponent(
 def test_picture_keeps_the_highest_of_a_long_run(tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[list[MemoryRow]] = []
     monkeypatch.setattr(
-        "shardplug.memory.picture.draw_png", lambda rows, *_, **__: drawn.append(rows)
+        "shardplug.tracking.picture.draw_png", lambda rows, *_, **__: drawn.append(rows)
     )
     sink = PngSink(tmp_path / "memory.png")
     spike = 100_000  # a step number that gives the largest bytes, in the middle of the run

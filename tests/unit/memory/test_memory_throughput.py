@@ -9,8 +9,8 @@ import torch
 
 from shardplug.errors import ConfigError
 from shardplug.memory import PEAK_TFLOPS
-from shardplug.memory.recorder import flops_of
-from shardplug.memory.throughput import Work, costs_of, peak_flops, work_of
+from shardplug.plan.run.throughput import BatchSize, batch_size_of, costs_of, peak_flops
+from shardplug.plan.trace.recorder import flops_of
 
 IDS = torch.zeros(3, 7, dtype=torch.int64)
 
@@ -18,17 +18,17 @@ IDS = torch.zeros(3, 7, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        (IDS, Work(21, 3)),
-        ({"attention_mask": torch.ones(3, 9), "input_ids": IDS}, Work(21, 3)),
-        (((), {"labels": IDS[:, :2], "input_ids": IDS}), Work(21, 3)),
-        (((IDS,), {}), Work(21, 3)),
-        ([torch.zeros(5, 3, 8, 8), torch.zeros(5, dtype=torch.int64)], Work(0, 5)),
-        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, Work(0, 2)),
-        ("text", Work()),
+        (IDS, BatchSize(21, 3)),
+        ({"attention_mask": torch.ones(3, 9), "input_ids": IDS}, BatchSize(21, 3)),
+        (((), {"labels": IDS[:, :2], "input_ids": IDS}), BatchSize(21, 3)),
+        (((IDS,), {}), BatchSize(21, 3)),
+        ([torch.zeros(5, 3, 8, 8), torch.zeros(5, dtype=torch.int64)], BatchSize(0, 5)),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, BatchSize(0, 2)),
+        ("text", BatchSize()),
     ],
 )
-def test_work_of_a_batch(batch: Any, expected: Work) -> None:
-    assert work_of(batch) == expected
+def test_work_of_a_batch(batch: Any, expected: BatchSize) -> None:
+    assert batch_size_of(batch) == expected
 
 
 class _Device:
@@ -78,7 +78,7 @@ def test_peak_of_a_cpu_is_given_or_unknown() -> None:
 
 def test_rates_count_the_slowest_rank_and_all_tokens() -> None:
     ranks = [(2_000_000_000, 100, 4), (1_000_000_000, 300, 4)]
-    first, second = costs_of(ranks, (Work(50, 2), 10**9), 4e9)
+    first, second = costs_of(ranks, (BatchSize(50, 2), 10**9), 4e9)
     assert first["step_seconds"] == second["step_seconds"] == 2.0
     assert first["tokens_per_second"] == second["tokens_per_second"] == 200.0
     assert first["samples_per_second"] == 4.0
@@ -88,8 +88,8 @@ def test_rates_count_the_slowest_rank_and_all_tokens() -> None:
 
 
 def test_no_time_no_rates_and_no_peak_no_mfu() -> None:
-    assert costs_of([(0, 5, 1), (7, 5, 1)], (Work(5, 1), 10), None) == [{}, {}]
-    (found,) = costs_of([(10**9, 5, 1)], (Work(), 0), None)
+    assert costs_of([(0, 5, 1), (7, 5, 1)], (BatchSize(5, 1), 10), None) == [{}, {}]
+    (found,) = costs_of([(10**9, 5, 1)], (BatchSize(), 0), None)
     assert (found["tokens_per_second"], found["flops_per_second"], found["mfu"]) == (5.0, 0.0, 0.0)
 
 

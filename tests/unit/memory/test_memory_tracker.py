@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardplug.errors import ConfigError
-from shardplug.memory import MemoryTracker, meter
-from shardplug.memory.row import MemoryRow
+from shardplug.memory import MemoryTracker
+from shardplug.process import meter
+from shardplug.process.memory_row import MemoryRow
 from tests.unit.memory.fakes import FakeEngine, ListSink
 
 MIB = 2**20

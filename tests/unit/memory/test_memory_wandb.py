@@ -14,14 +14,14 @@ from shardplug.memory import (
     PHASES,
     PLAN_KINDS,
     Finding,
+    MemoryTimeline,
     Moved,
     Point,
     RunPlan,
-    Walk,
     WandbSink,
-    wandb_sink,
 )
-from shardplug.memory.run_plan import predicted_phases
+from shardplug.plan.run.run_plan import predicted_phases
+from shardplug.tracking import wandb_sink
 from tests.unit.memory.fakes import make_rows
 from tests.unit.memory.wandb_file import read_history, read_records
 
@@ -90,9 +90,9 @@ def test_x_axis_is_our_own_beside_a_host_with_a_pattern(run: Any, tmp_path: Path
 def test_predicted_stands_beside_measured_and_alerts_are_sent(run: Any, tmp_path: Path) -> None:
     held = {**dict.fromkeys(PLAN_KINDS, 0), "gradients": 5 * GIB, "activations": 2 * GIB}
     phases = dict.fromkeys(("after_forward", "after_backward", "after_step"), held)
-    walk = Walk((Point("backward", "block", 0, held),), phases, Moved(0, 0, 0))
+    timeline = MemoryTimeline((Point("backward", "block", 0, held),), phases, Moved(0, 0, 0))
     sink = WandbSink(run, host_passes_step=False)
-    sink.expect(RunPlan(walks=(walk,)))
+    sink.expect(RunPlan(walks=(timeline,)))
     sink.write([replace(row, tokens_per_second=100.0, mfu=0.5) for row in make_rows(1)])
     sink.alert(Finding("books", "Memory exceeds its plan", "gradients of rank 0"))
     sink.close()
@@ -119,18 +119,20 @@ def test_predicted_stands_beside_measured_and_alerts_are_sent(run: Any, tmp_path
 def test_the_plan_of_a_row_is_worked_out_once_and_anew_for_a_better_plan(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Walk] = []
+    asked: list[MemoryTimeline] = []
 
-    def phases_of(walk: Walk) -> dict[str, dict[str, int]]:
-        asked.append(walk)
-        return predicted_phases(walk)
+    def phases_of(timeline: MemoryTimeline) -> dict[str, dict[str, int]]:
+        asked.append(timeline)
+        return predicted_phases(timeline)
 
     monkeypatch.setattr(wandb_sink, "predicted_phases", phases_of)
     sink = WandbSink(run, host_passes_step=False)
     for gib in (1, 2):
         held = {**dict.fromkeys(PLAN_KINDS, 0), "gradients": gib * GIB}
         phases = dict.fromkeys(("after_forward", "after_backward", "after_step"), held)
-        sink.expect(RunPlan(walks=(Walk((Point("step", "", 0, held),), phases, Moved(0, 0, 0)),)))
+        sink.expect(
+            RunPlan(walks=(MemoryTimeline((Point("step", "", 0, held),), phases, Moved(0, 0, 0)),))
+        )
         for step in range(3):
             sink.write(make_rows(3 * gib + step))
     sink.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardplug.memory import Finding, MemoryRow
-from shardplug.memory.watch import Watch
+from shardplug.tracking.alerts import Watch
 from tests.unit.memory.fakes import make_rows
 
 MIB = 2**20

@@ -1,0 +1,1 @@
+"""Checkpoint folders that other tools wrote."""

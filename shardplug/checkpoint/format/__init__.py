@@ -1,0 +1,1 @@
+"""The checkpoint folder on disk: manifest, checksums, publishing."""

@@ -1,0 +1,1 @@
+"""Reading a checkpoint folder into models and optimizers of any layout."""

@@ -1,0 +1,1 @@
+"""State by name: parameters, buffers, optimizer state, parameter groups, random state."""

@@ -1,0 +1,1 @@
+"""Writing a checkpoint folder, also in the background."""

@@ -1,0 +1,1 @@
+"""Activations in CPU memory between forward and backward, and activation checkpointing."""

@@ -1,0 +1,1 @@
+"""What user code does to parameters while they are whole: reads, writes, gradients."""

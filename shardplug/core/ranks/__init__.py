@@ -1,0 +1,1 @@
+"""What ranks exchange during a step: gathers, reductions, and checks that they agree."""

@@ -1,0 +1,5 @@
+"""The engine that plain loops use and every integration stands on."""
+
+from shardplug.engine.engine import ZeroEngine
+
+__all__ = ["ZeroEngine"]

@@ -1,0 +1,1 @@
+"""One folder for each framework, and what they share."""

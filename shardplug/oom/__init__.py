@@ -1,0 +1,1 @@
+"""Out-of-memory errors that explain themselves."""

@@ -1,0 +1,1 @@
+"""The plan of memory and time: what each stage and tier would hold, before the launch."""

@@ -1,0 +1,1 @@
+"""The plan of a run that has begun, read from its engine and its first batch."""

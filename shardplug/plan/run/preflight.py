@@ -1,0 +1,73 @@
+"""What state outside the device will take, said before it is made."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from shardplug.core._torch import local_tensor
+from shardplug.optim.blocks import Entry, lay_out
+from shardplug.plan.choices import GIB
+from shardplug.plan.sizes.optimizer_probe import likely_kind
+from shardplug.process.limits import host_available
+from shardplug.tiers.host import HOST_BLOCK_BYTES
+from shardplug.tiers.protocol import BLOCK_BYTES, aligned
+
+__all__ = ["announce_state", "state_bytes"]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, tier: str, *, pinned: bool) -> int:
+    """Return the bytes that an optimizer's state will take of a tier on this rank.
+
+    Args:
+        optimizer: An optimizer over sharded parameters, without state yet.
+        tier: "cpu" or "nvme".
+        pinned: Whether host memory is pinned, which torch rounds up to powers of 2.
+    """
+    tensors = likely_kind(optimizer).tensors
+    entries = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad or not parameter.ndim:
+                continue
+            shard = local_tensor(parameter)
+            local = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
+            entries.append(Entry(local, {str(key): shard.dtype for key in range(tensors)}))
+    blocks = lay_out(entries, BLOCK_BYTES if tier == "nvme" else HOST_BLOCK_BYTES)
+    regions = [
+        aligned(max(block.region_bytes(key), 1))
+        for block in blocks
+        for key in block.keys_without_region()
+    ]
+    if pinned and tier == "cpu":
+        regions = [1 << (size - 1).bit_length() for size in regions]
+    return sum(regions)
+
+
+def announce_state(engine: Any, optimizer: torch.optim.Optimizer, tier: str) -> None:
+    """Print once, on rank 0, what the state will take of this node.
+
+    Args:
+        engine: The engine; rank 0 has the largest shards.
+        optimizer: The optimizer that is being prepared.
+        tier: "cpu" or "nvme".
+    """
+    if engine.rank != 0:
+        return
+    local = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
+    size = local * state_bytes(optimizer, tier, pinned=engine.device.type != "cpu")
+    place = "in files" if tier == "nvme" else "in CPU memory"
+    words = f"shardplug: optimizer state {place}: about {size / GIB:.3g} GiB ({size} bytes) on "
+    words += f"this node, of {local} ranks"
+    available = host_available()
+    if tier == "cpu" and available is not None:
+        words += f"; {available / GIB:.3g} GiB of its memory are available"
+        if size > available:
+            words += '. That is too little: use offload_optimizer="nvme", or more nodes'
+    if engine.config.offload_params == "nvme":
+        books = engine.memory()
+        beside = local * (2 * books["master_shards_nvme"] + books["compute_copies_nvme"])
+        words += f"; parameters and gradients in files: about {beside / GIB:.3g} GiB"
+    print(words, flush=True)

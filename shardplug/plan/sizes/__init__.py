@@ -1,0 +1,1 @@
+"""Sizes in bytes: units, parameters, gradients, optimizer state and tiers."""

@@ -1,0 +1,1 @@
+"""One micro-batch traced on tensors without memory."""

@@ -1,0 +1,1 @@
+"""What this process holds, and the limits of its machine."""

@@ -1,0 +1,1 @@
+"""Measured memory of a run: rows, sinks, alerts and pictures."""
