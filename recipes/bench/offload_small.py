@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.core._torch import laid_out_like, local_tensor
+from shardplug.core._torch.tensors import laid_out_like, local_tensor
 
 TIERS = {"none": "device", "cpu": '"cpu"', "nvme": '"nvme"'}
 SHAPES = {"512 of 64 k": (512, 2**16), "32 of 1 M": (32, 2**20)}

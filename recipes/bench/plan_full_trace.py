@@ -17,14 +17,16 @@ import os
 import resource
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardplug import ZeroConfig
-from shardplug.core import _torch
 from shardplug.core.activations.checkpointing import checkpoint_activations
 from shardplug.core.precision import Precision
 from shardplug.core.stage import STAGES
@@ -60,15 +62,79 @@ SIZES: dict[str, dict[str, int]] = {  # Llama 3.1, and one for trying this scrip
 }
 
 
+def init_fake_process_group(world_size: int) -> None:
+    """Be rank 0 of a job whose other ranks do not exist; collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def without_memory() -> Any:
+    """Return a context in which tensors have sizes and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_TRACKED = {
+    "Sharded Param": "master_shards",
+    "Unsharded Param": "gathered",
+    "Sharded Grad": "gradients",
+    "Unsharded Grad": "gradients",
+    "OptState": "optimizer_state",
+    "Activation": "activations",
+    "Temp": "activations",
+    "Inputs": "activations",
+    "Buffer": "buffers",
+    "All Gather": "communication",
+    "Reduce Scatter": "communication",
+}
+
+
+@contextmanager
+def tracked_memory(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[torch.Tensor, ...]
+) -> Iterator[Callable[[str], dict[str, int]]]:
+    """Follow an FSDP2 model's memory with torch's own tracker, which knows CPU and fake tensors.
+
+    Take one step before: the first one makes whole tensors, to work out how to shard.
+
+    Args:
+        model: Sharded.
+        optimizer: Over its parameters.
+        inputs: Tensors of the batch.
+
+    Yields:
+        A function that returns bytes by kind, given "current" or "peak".
+    """
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    tracker: Any = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs(inputs)
+
+    def snapshot(which: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for by_kind in tracker.get_tracker_snapshot(which).values():
+            for kind, size in by_kind.items():
+                name = str(getattr(kind, "value", kind))
+                if name != "Total":
+                    name = _TRACKED[name]
+                    found[name] = found.get(name, 0) + int(size)
+        return found
+
+    with tracker:
+        yield snapshot
+
+
 def traced(config: Any, options: argparse.Namespace) -> dict[str, dict[str, int]]:
     """Run and track a step; return bytes by kind at its moments."""
     import transformers
 
-    _torch.init_fake_process_group(options.ranks)
+    init_fake_process_group(options.ranks)
     mesh = init_device_mesh("cpu", (options.ranks,))
     stage = STAGES[options.stage]
     precision = Precision.of(ZeroConfig(stage=options.stage, param_dtype="bf16"))
-    with _torch.without_memory():
+    with without_memory():
         model = transformers.LlamaForCausalLM(config)
         units = plan_units(model, "auto", master_dtype=torch.float32)
         checkpoint_activations(model, units.blocks)
@@ -100,7 +166,7 @@ def traced(config: Any, options: argparse.Namespace) -> dict[str, dict[str, int]
 
         step()  # DTensor works out its sharding once, on whole tensors: not to be counted
         gc.collect()
-        with _torch.tracked_memory(model, optimizer, (ids,)) as track:
+        with tracked_memory(model, optimizer, (ids,)) as track:
             return step(track)
 
 

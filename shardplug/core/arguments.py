@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch import (
+from shardplug.core._torch.calls import register_extra_outputs
+from shardplug.core._torch.tensors import (
     base_of,
-    register_extra_outputs,
     share_memory,
     take_history,
     tree_leaves,

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardplug.core import _torch
+from shardplug.core._torch.gradients import UserHooks, follow_hooks, take_over_hooks
+from shardplug.core._torch.tensors import laid_out_like, local_tensor, share_memory, version_of
 from shardplug.core.gathered.outside_use import note_own_gradient
 from shardplug.core.tier_tensor import in_tier
 from shardplug.errors import ModelError, ScheduleError
@@ -48,13 +49,13 @@ class GradientHooks:
     ) -> None:
         self._device = device
         self._on_gradient = on_gradient
-        self._hooks: list[tuple[str, nn.Parameter, _torch.UserHooks]] = []
+        self._hooks: list[tuple[str, nn.Parameter, UserHooks]] = []
         for name, parameter in named:
             on_gradients, after = before.get(name, ({}, {}))
             # Weak: Python's collector does not see what a parameter's hook refers to.
             own = functools.partial(_arrives, weakref.ref(self), len(self._hooks))
-            self._hooks.append((name, parameter, _torch.follow_hooks(parameter, own, on_gradients)))
-            _torch.take_over_hooks(parameter, after)
+            self._hooks.append((name, parameter, follow_hooks(parameter, own, on_gradients)))
+            take_over_hooks(parameter, after)
 
     @property
     def counts(self) -> list[int]:
@@ -76,11 +77,11 @@ class GradientHooks:
                 continue
             whole = self._whole(parameter)
             new = whole
-            version = _torch.version_of(whole)
+            version = version_of(whole)
             for hook in tuple(hooks.users.values()):
                 result = hook(new)
                 new = new if result is None else result
-            changed = new is not whole or _torch.version_of(whole) != version
+            changed = new is not whole or version_of(whole) != version
             if count < dist.get_world_size(group):
                 some = torch.tensor(int(changed))
                 dist.all_reduce(some, group=group)
@@ -95,11 +96,11 @@ class GradientHooks:
 
     def _whole(self, parameter: nn.Parameter) -> torch.Tensor:
         assert parameter.grad is not None
-        local = _torch.local_tensor(parameter.grad).to(self._device)
-        whole = _torch.laid_out_like(local, parameter)
+        local = local_tensor(parameter.grad).to(self._device)
+        whole = laid_out_like(local, parameter)
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
-        return whole.clone() if _torch.share_memory(whole, local) else whole
+        return whole.clone() if share_memory(whole, local) else whole
 
     def _keep(self, name: str, parameter: nn.Parameter, new: torch.Tensor) -> None:
         if new.shape != parameter.shape:
@@ -113,7 +114,7 @@ class GradientHooks:
                 new, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
         with torch.no_grad():
-            _torch.local_tensor(parameter.grad).copy_(_torch.local_tensor(new))
+            local_tensor(parameter.grad).copy_(local_tensor(new))
 
 
 def _arrives(
@@ -124,7 +125,7 @@ def _arrives(
     if hooks is None:
         return None
     name, parameter, _ = hooks._hooks[index]
-    if in_tier(_torch.local_tensor(parameter)) is not None:
+    if in_tier(local_tensor(parameter)) is not None:
         raise ModelError(
             f"Expected a loss of whole parameters, got one of the shard of {name}, which rests in "
             "files. Make it inside `with engine.gathered(model, grad=True):`."

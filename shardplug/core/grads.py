@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardplug.core._torch import clamp_all, local_tensor, multiply_all
+from shardplug.core._torch.tensors import clamp_all, local_tensor, multiply_all
 from shardplug.core.ranks.every_rank import on_every_rank
 from shardplug.core.tier_tensor import in_tier
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardplug.config import ZeroConfig
-from shardplug.core._torch import GradScaler
+from shardplug.core._torch.gradients import GradScaler
 
 __all__ = ["PLAIN_FORWARD", "GradScaler", "Precision"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 
 __all__ = ["own_form", "quantised_like", "patch_compiled_step"]
 

@@ -13,15 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from shardplug.core._torch import (
-    CONVERT_BEFORE,
+from shardplug.core._torch.calls import register_extra_outputs
+from shardplug.core._torch.groups import CONVERT_BEFORE, changed_layout, resting_layouts
+from shardplug.core._torch.resharding import (
     before_state_dict,
-    changed_layout,
     forwards_so_far,
-    register_extra_outputs,
     reshard_all,
     reshard_own,
-    resting_layouts,
 )
 from shardplug.core.gathered.writes import GatheredWrites
 from shardplug.core.hooks import outside_of_graphs

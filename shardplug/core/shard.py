@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardplug.core._torch import set_gather_ahead
+from shardplug.core._torch.resharding import set_gather_ahead
 from shardplug.core.own_class import keep_class_name
 from shardplug.core.precision import Precision
 from shardplug.core.stage import Stage

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardplug.core._torch import (
+from shardplug.core._torch.tensors import (
     TensorWithoutMemory,
     multiply_all,
     tree_leaves,

@@ -21,7 +21,18 @@ from torch.distributed.tensor import DTensor
 
 from shardplug import watchdog as watchdog
 from shardplug.config import ZeroConfig
-from shardplug.core import _torch, grads
+from shardplug.core import grads
+from shardplug.core._torch.accounting import gathered_storages, model_state_tensors
+from shardplug.core._torch.calls import let_inputs_change
+from shardplug.core._torch.gradients import (
+    drop_unreduced_gradients,
+    has_unreduced_gradients,
+    hooks_on,
+)
+from shardplug.core._torch.groups import lazy_init_root, managed_parameters
+from shardplug.core._torch.patches import guard_partial_reads
+from shardplug.core._torch.resharding import reset_iteration, reshard_all
+from shardplug.core._torch.tensors import storage_bytes
 from shardplug.core.activations.checkpointing import checkpoint_activations
 from shardplug.core.activations.host_copies import copies_for
 from shardplug.core.activations.offload import ActivationOffload
@@ -159,7 +170,7 @@ class ZeroEngine:
         self._backward_ran = False
         self._window_pending = False
         self._background: Background | None = None
-        _torch.guard_partial_reads()
+        guard_partial_reads()
         refuse_mixed_use()
         self.oom = OomWatch(self)
         """Explains out-of-memory errors; adapters tell it where to write."""
@@ -226,7 +237,7 @@ class ZeroEngine:
         child_units: bool,
     ) -> None:
         before = list(model.named_parameters(remove_duplicate=False))
-        hooks = {name: _torch.hooks_on(parameter) for name, parameter in before}
+        hooks = {name: hooks_on(parameter) for name, parameter in before}
         note_source_dtypes(model)
         plan = plan_units(
             model,
@@ -254,9 +265,7 @@ class ZeroEngine:
         self._binding.record(before, model)
         assert isinstance(model, FSDPModule)
         self._schedule.attach(model)
-        _torch.lazy_init_root(
-            model
-        )  # takes over parameters that were filled after they were sharded
+        lazy_init_root(model)  # takes over parameters that were filled after they were sharded
         self._adopt(model, forward_methods, plan.blocks, hooks)
         calls = self._sharded[-1].calls
         calls.note_layouts()
@@ -306,7 +315,7 @@ class ZeroEngine:
 
             save_pretrained_whole(model)
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        _torch.let_inputs_change(model)
+        let_inputs_change(model)
         UnitArguments(units, resharded=self._stage.reshard_after_forward)
         if self._stage.reshard_after_forward:
             KeptOutputs(units)
@@ -328,7 +337,7 @@ class ZeroEngine:
             copies_for(self.device),
             self.device,
             self.config.prefetch,
-            lambda: (*buffers, *_torch.gathered_storages(model)),
+            lambda: (*buffers, *gathered_storages(model)),
         )
         follow_model(offload, [m for m in model.modules() if isinstance(m, FSDPModule)], blocks)
         return offload
@@ -442,7 +451,7 @@ class ZeroEngine:
 
     def _resting_parameters(self, model: nn.Module) -> list[nn.Parameter]:
         replicated = next(s.replicated for s in self._sharded if s.model is model)
-        return [*_torch.managed_parameters(model), *replicated]
+        return [*managed_parameters(model), *replicated]
 
     def _all_resting_parameters(self) -> list[nn.Parameter]:
         return [p for model in self.models for p in self._resting_parameters(model)]
@@ -584,8 +593,8 @@ class ZeroEngine:
             sharded.rank_sync.note_missing_gradients()
         if self._window_pending:
             for model in self.models:
-                _torch.drop_unreduced_gradients(model, only())
-            if not any(_torch.has_unreduced_gradients(model) for model in self.models):
+                drop_unreduced_gradients(model, only())
+            if not any(has_unreduced_gradients(model) for model in self.models):
                 self._window_pending = False
                 for sharded in self._sharded:
                     sharded.rank_sync.reset()
@@ -844,7 +853,7 @@ class ZeroEngine:
     def reshard(self) -> None:
         """Drop all gathered copies, so that every parameter is its shard again."""
         for model in self.models:
-            _torch.reshard_all(model)
+            reshard_all(model)
 
     def reset(self) -> None:
         """Return to rest after an exception in a forward or backward.
@@ -868,9 +877,9 @@ class ZeroEngine:
             self._schedule.begin(True)
 
     def _reset_model(self, sharded: _Sharded) -> None:
-        _torch.reset_iteration(sharded.model)
-        _torch.reshard_all(sharded.model)
-        _torch.drop_unreduced_gradients(sharded.model)
+        reset_iteration(sharded.model)
+        reshard_all(sharded.model)
+        drop_unreduced_gradients(sharded.model)
         for parameter in self._resting_parameters(sharded.model):
             parameter.grad = None
         sharded.rank_sync.reset()
@@ -899,7 +908,7 @@ class ZeroEngine:
             "optimizer_state": [],
         }
         for sharded in self._sharded:
-            for kind, tensors in _torch.model_state_tensors(sharded.model).items():
+            for kind, tensors in model_state_tensors(sharded.model).items():
                 kinds[kind] += tensors
             kinds["master_shards"] += [p.data for p in sharded.replicated]
             kinds["gradients"] += [p.grad for p in sharded.replicated if p.grad is not None]
@@ -916,14 +925,14 @@ class ZeroEngine:
                 kinds["optimizer_state"] += [
                     v for v in state.values() if isinstance(v, torch.Tensor)
                 ]
-        held = {kind: _torch.storage_bytes(tensors) for kind, tensors in kinds.items()}
+        held = {kind: storage_bytes(tensors) for kind, tensors in kinds.items()}
         if self.config.offload_params == "cpu":
             replicated = [p.data for sharded in self._sharded for p in sharded.replicated]
-            on_device = _torch.storage_bytes(replicated)
+            on_device = storage_bytes(replicated)
             held["master_shards_cpu"] = held["master_shards"] - on_device
             held["master_shards"] = on_device
             reduced = [p.grad for p in self._all_resting_parameters() if p.grad is not None]
-            held["gradients_cpu"] = _torch.storage_bytes(
+            held["gradients_cpu"] = storage_bytes(
                 grad for grad in reduced if isinstance(grad, DTensor)
             )
             held["gradients"] -= held["gradients_cpu"]

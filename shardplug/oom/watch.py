@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardplug.config import ZeroConfig
-from shardplug.core._torch import gathered_units
+from shardplug.core._torch.groups import gathered_units
 from shardplug.core.gathered.outside_use import advise
 from shardplug.errors import StorageError
 from shardplug.oom.remedies import Headroom, remedies

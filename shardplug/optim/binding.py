@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardplug.core import _torch
+from shardplug.core._torch.groups import sharded_of_gathered
+from shardplug.core._torch.tensors import WeakTensorKeyDictionary
 from shardplug.errors import OptimizerError
 
 __all__ = ["Binding"]
@@ -32,7 +33,7 @@ class Binding:
         self._resting = resting
         self._models = models
         # Weak: the unsharded parameters are to go when the caller lets go of them.
-        self._successors: Any = _torch.WeakTensorKeyDictionary()
+        self._successors: Any = WeakTensorKeyDictionary()
 
     def record(self, before: Iterable[tuple[str, nn.Parameter]], model: nn.Module) -> None:
         """Note what became of the parameters that `model` had before it was sharded."""
@@ -46,7 +47,7 @@ class Binding:
         new = self._successors.get(parameter)
         if new is None:
             # After a forward without a backward, stages 1 and 2 still show gathered copies.
-            copies = (_torch.sharded_of_gathered(model) for model in self._models())
+            copies = (sharded_of_gathered(model) for model in self._models())
             new = next((known[id(parameter)] for known in copies if id(parameter) in known), None)
         return parameter if new is None else new
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.errors import OptimizerError
 from shardplug.params.shard import ShardTensor
 from shardplug.tiers.protocol import Region, aligned

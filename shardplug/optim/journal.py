@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardplug.core._torch import copy_all
+from shardplug.core._torch.tensors import copy_all
 from shardplug.optim.blocks import Piece
 
 __all__ = ["Journal"]

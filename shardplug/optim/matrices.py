@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shardplug.core import _torch
+from shardplug.core._torch.patches import orthogonalise_whole_matrices
 from shardplug.errors import OptimizerError
 
 __all__ = ["patch_matrix_optimizer"]
@@ -80,7 +80,7 @@ def patch_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "option out."
         )
     if isinstance(optimizer, torch.optim.Muon):
-        _torch.orthogonalise_whole_matrices()
+        orthogonalise_whole_matrices()
 
 
 def _full_name(kind: type) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardplug.core._torch import laid_out_like, local_tensor
+from shardplug.core._torch.tensors import laid_out_like, local_tensor
 from shardplug.optim.classes import Runner, is_elementwise, is_like
 
 __all__ = ["replace_step", "step_is_replaced", "step_on_shards"]

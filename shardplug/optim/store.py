@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.errors import OptimizerError, StorageError
 from shardplug.optim.blocks import Block, Entry, lay_out
 from shardplug.optim.classes import Runner

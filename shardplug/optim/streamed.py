@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardplug.core._torch import copies_of_all, local_tensor
+from shardplug.core._torch.tensors import copies_of_all, local_tensor
 from shardplug.errors import OptimizerError, StorageError
 from shardplug.optim.blocks import Block, Piece
 from shardplug.optim.classes import Runner, is_like

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardplug.core._torch import laid_out_like, local_tensor
+from shardplug.core._torch.tensors import laid_out_like, local_tensor
 from shardplug.core.tier_tensor import TierTensor, in_tier
 from shardplug.optim.blocks import Entry
 from shardplug.optim.state import StateStore

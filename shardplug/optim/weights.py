@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shardplug.core._torch import laid_out_like, local_tensor
+from shardplug.core._torch.tensors import laid_out_like, local_tensor
 from shardplug.optim.blocks import Block, Piece
 from shardplug.params.pieces import elements
 from shardplug.params.shard import GradientTensor, ShardHolder, ShardTensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardplug.core._torch import multiply_all
+from shardplug.core._torch.tensors import multiply_all
 from shardplug.core.tier_tensor import TierTensor
 from shardplug.errors import StorageError
 from shardplug.params.pieces import Pieces, PiecewiseHolder, Reading, elements

@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardplug.core import _torch
+from shardplug.core._torch.gradients import after_gradient
+from shardplug.core._torch.groups import own_groups
+from shardplug.core._torch.offloaded import keep_shard_elsewhere, layout_of_shard
+from shardplug.core._torch.resharding import reset_sharded_param
+from shardplug.core._torch.tensors import laid_out_like, local_tensor
 from shardplug.core.tier_tensor import in_tier
 from shardplug.errors import StorageError
 from shardplug.params.allocator import return_freed_memory
@@ -55,12 +59,12 @@ class ParameterTier:
 
         A failure is kept until `raise_failure`; the shards that could not be moved stay.
         """
-        for group in _torch.own_groups(unit):
+        for group in own_groups(unit):
             moved = []
             for param in group.fsdp_params:
                 if param in self._adopted or self._failure is not None:
                     continue
-                _torch.reset_sharded_param(param)
+                reset_sharded_param(param)
                 if param.sharded_param.is_meta:
                     continue
                 try:
@@ -74,8 +78,8 @@ class ParameterTier:
                 self._shards += moved
 
     def _move(self, param: object, device: torch.device) -> ShardHolder:
-        parameter, padded, compute = _torch.layout_of_shard(param)
-        local = _torch.local_tensor(parameter)
+        parameter, padded, compute = layout_of_shard(param)
+        local = local_tensor(parameter)
         holder = ShardHolder(self.tier, local.shape, padded, local.dtype, compute, device)
         if parameter.requires_grad:
             holder.make_trainable()
@@ -83,9 +87,9 @@ class ParameterTier:
         holder.gather = functools.partial(self._gather, holder)
         holder.on_change = lambda: self._ahead.drop(holder.unit)
         holder.on_failure = self._note_failure
-        _torch.keep_shard_elsewhere(param, ShardTensor(holder))
+        keep_shard_elsewhere(param, ShardTensor(holder))
         if parameter.is_floating_point():
-            _torch.after_gradient(parameter, functools.partial(self._gradient_arrives, holder))
+            after_gradient(parameter, functools.partial(self._gradient_arrives, holder))
         return holder
 
     # ---------------------------------------------------------------- in a step
@@ -101,7 +105,7 @@ class ParameterTier:
 
     def _gradient_arrives(self, holder: ShardHolder, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        arrived = _torch.local_tensor(parameter.grad)
+        arrived = local_tensor(parameter.grad)
         if in_tier(arrived) is not None:
             return  # a later micro-batch's: it was added to what is there
         try:
@@ -109,7 +113,7 @@ class ParameterTier:
         except StorageError as error:
             self._failure = self._failure or error
         tensor = GradientTensor(holder.gradient)
-        parameter.grad = _torch.laid_out_like(tensor, parameter)
+        parameter.grad = laid_out_like(tensor, parameter)
 
     def _note_failure(self, error: StorageError) -> None:
         self._failure = self._failure or error
@@ -170,7 +174,7 @@ class ParameterTier:
             "compute_copies_nvme": sum(shard.copy_bytes for shard in self._shards),
             "gradients_nvme": sum(
                 tensor.holder.num_bytes
-                for tensor in map(_torch.local_tensor, gradients)
+                for tensor in map(local_tensor, gradients)
                 if isinstance(tensor, GradientTensor)
             ),
         }

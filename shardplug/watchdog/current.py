@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from shardplug.core._torch import default_tcp_store
+from shardplug.core._torch.collectives import default_tcp_store
 from shardplug.watchdog.stall_limits import Limits
 from shardplug.watchdog.watcher import Watcher
 

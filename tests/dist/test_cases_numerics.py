@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.core.precision import GradScaler
 from shardplug.errors import ScheduleError
 from tests.support.models import VOCAB, TinyLM, lm_loss, tokens

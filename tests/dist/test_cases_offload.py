@@ -24,7 +24,7 @@ import shardplug
 from shardplug import ConfigError, OptimizerError, StorageError, ZeroConfig, ZeroEngine
 from shardplug.cli import main
 from shardplug.core import grads
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.memory import plan
 from tests.dist.test_offload import config, owned, run, same_state, same_weights, train
 from tests.dist.test_offload_checkpoint import fresh

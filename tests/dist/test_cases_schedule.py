@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.core._torch import unit_groups
+from shardplug.core._torch.groups import unit_groups
 from shardplug.core.ranks.peer import PeerGather
 from shardplug.core.ranks.rank_sync import RankSync
 from shardplug.errors import ScheduleError

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.core import _torch
+from shardplug.core._torch.groups import gathered_units
 from shardplug.errors import ModelError
 from tests.support.parity import assert_close, gradients, raises_everywhere
 from tests.support.pool import RankPool
@@ -170,7 +170,7 @@ def _twice(stage: int) -> None:
             for rank in range(engine.world_size):
                 (loss(reference, micro, rank) / engine.world_size).backward()
         assert assert_close(gradients(model), gradients(reference), 1e-4) == 13
-        assert not _torch.gathered_units(model)
+        assert not gathered_units(model)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

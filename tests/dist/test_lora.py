@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.errors import ModelError
 from tests.support.models import VOCAB, tokens
 from tests.support.parity import raises_everywhere, whole

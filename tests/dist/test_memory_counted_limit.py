@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.core._torch import TorchDispatchMode
+from shardplug.core._torch.tensors import TorchDispatchMode
 from shardplug.memory import is_out_of_memory
 from shardplug.process.limits import ControlGroup
 from shardplug.process.meter import private_bytes

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.memory import TIER_KINDS
 from shardplug.params import ParameterTier
 from shardplug.tiers.disk import DiskTier

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardplug import ModelError, StorageError, ZeroConfig, ZeroEngine
 from shardplug.checkpoint import export_model
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.core.tier_tensor import in_tier
 from tests.dist.test_export import llama, tensors_in
 from tests.dist.test_offload import run, same_weights, train

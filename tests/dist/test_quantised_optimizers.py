@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardplug import CheckpointError, ModelError, OptimizerError, ZeroConfig, ZeroEngine
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from tests.support.parity import assert_close, raises_everywhere
 from tests.support.pool import RankPool
 

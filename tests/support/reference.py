@@ -103,7 +103,7 @@ def train_sharded(
 ) -> Trace:
     """Train the same on this rank's part of each batch; called on every rank."""
     from shardplug import ZeroConfig, ZeroEngine
-    from shardplug.core._torch import local_tensor
+    from shardplug.core._torch.tensors import local_tensor
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(SEED + rank)  # rank 0's weights have to win

@@ -29,7 +29,7 @@ from shardplug.collective import (
     rank_and_size,
     together,
 )
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.errors import ConfigError
 
 __all__ = ["export_model"]

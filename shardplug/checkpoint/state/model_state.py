@@ -18,7 +18,8 @@ from shardplug.checkpoint.state.extra_state import (
     modules_with_extra_state,
 )
 from shardplug.checkpoint.state.names import clean_name, listed, pair
-from shardplug.core._torch import local_tensor, reshard_all
+from shardplug.core._torch.resharding import reshard_all
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.errors import CheckpointError
 
 __all__ = [

@@ -20,7 +20,7 @@ from shardplug.checkpoint.state.groups import (
 )
 from shardplug.checkpoint.state.model_state import local_rows
 from shardplug.checkpoint.state.names import clean_name, listed
-from shardplug.core._torch import reshard_all
+from shardplug.core._torch.resharding import reshard_all
 from shardplug.core.quantised import own_form
 from shardplug.errors import CheckpointError
 

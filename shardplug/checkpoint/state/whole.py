@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplug.collective import gather, rank_and_size, together
-from shardplug.core import _torch
+from shardplug.core._torch.resharding import reshard_all
+from shardplug.core._torch.tensors import local_tensor, share_memory
 
 __all__ = ["save_pretrained_whole", "whole_state"]
 
@@ -44,7 +45,7 @@ def whole_state(module: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
             # At world size 1 the whole is the shard itself, which the next step changes.
-            shared = _torch.share_memory(full, _torch.local_tensor(value))
+            shared = share_memory(full, local_tensor(value))
             whole[name] = full.detach().to("cpu", copy=shared)
     return whole
 
@@ -75,7 +76,7 @@ def _write_whole(
     root.state_dict()  # refuses while parameters are held whole
     call = f"{method.__name__}()"
     gather(None, call)  # a rank that calls alone learns it here
-    _torch.reshard_all(root)
+    reshard_all(root)
     first = rank_and_size()[0] == 0
     state = whole_state(module, keep=first)
 

@@ -51,7 +51,7 @@ from shardplug.collective import (
     rank_and_size,
     together,
 )
-from shardplug.core import _torch
+from shardplug.core._torch.dcp import save_tensors
 from shardplug.errors import CheckpointError
 from shardplug.tiers.filesystem import room_at
 
@@ -273,7 +273,7 @@ class CheckpointWrite:
     def _write_tensors(self, group: dist.ProcessGroup | None) -> None:
         writer = FileSystemWriter(self._aside.folder)
         writer.fs = files = SummingFileSystem()
-        _torch.save_tensors(
+        save_tensors(
             self._tensors(),
             storage_writer=writer,
             planner=SavePlanner() if self._snapshot is None else SnapshotPlanner(self._snapshot),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardplug.core._torch import tree_leaves, version_of
+from shardplug.core._torch.tensors import tree_leaves, version_of
 from shardplug.core.gathered.whole_parameters import is_whole
 from shardplug.errors import ModelError
 

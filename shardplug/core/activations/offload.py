@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardplug.core._torch import version_of
+from shardplug.core._torch.tensors import version_of
 from shardplug.core.activations.host_copies import Copies
 from shardplug.core.activations.saved_tensors import Group, Leaving, Record, Saved, stretch_of
 from shardplug.errors import ConfigError

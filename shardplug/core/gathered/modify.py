@@ -15,20 +15,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardplug.core._torch import (
-    assign_data,
-    forget_gather,
+from shardplug.core._torch.groups import (
     gathered_copy,
     label_of,
-    laid_out_like,
-    local_tensor,
     own_rows,
-    pause_resets,
     places_of,
     renew_shard,
-    run_before_loading,
     unit_groups,
 )
+from shardplug.core._torch.offloaded import assign_data
+from shardplug.core._torch.resharding import forget_gather, pause_resets, run_before_loading
+from shardplug.core._torch.tensors import laid_out_like, local_tensor
 from shardplug.core.gathered.fingerprint import same_bits
 from shardplug.core.gathered.writes import GatheredWrites
 from shardplug.core.tier_tensor import in_tier

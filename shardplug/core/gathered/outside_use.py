@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardplug.core import _torch
+from shardplug.core._torch.gradients import current_backward
+from shardplug.core._torch.groups import named_managed_parameters, parameters_of_fsdp
+from shardplug.core._torch.patches import before_mixed_scalars
+from shardplug.core._torch.tensors import ShardNotes
 from shardplug.errors import ScheduleError
 
 __all__ = ["advise", "note_names", "note_own_gradient", "refuse_mixed_use"]
 
-_names = _torch.ShardNotes()
+_names = ShardNotes()
 """Names of the sharded parameters of all engines."""
 
 _own_gradients: tuple[int, list[str]] = (-1, [])
@@ -35,15 +38,15 @@ _FRAMES = 6
 
 def note_names(root: torch.nn.Module) -> None:
     """Remember the names of a model's sharded parameters."""
-    named = _torch.named_managed_parameters(root)
-    for param, (name, _) in zip(_torch.parameters_of_fsdp(root), named, strict=True):
+    named = named_managed_parameters(root)
+    for param, (name, _) in zip(parameters_of_fsdp(root), named, strict=True):
         _names.set(param, name)
 
 
 def note_own_gradient(parameter: torch.Tensor) -> None:
     """Remember that the backward under way brings a gradient to a shard by itself."""
     global _own_gradients
-    backward = _torch.current_backward()
+    backward = current_backward()
     if _own_gradients[0] != backward:
         _own_gradients = (backward, [])
     _own_gradients[1].append(_names.get(parameter))
@@ -56,7 +59,7 @@ def refuse_mixed_use() -> None:
         if names := _origins_of(tensors):
             raise ScheduleError(f"{_used_as_shard(names)} {_ADVICE} ({operation})")
 
-    _torch.before_mixed_scalars(refuse)
+    before_mixed_scalars(refuse)
 
 
 def _used_as_shard(names: list[str]) -> str:
@@ -126,7 +129,7 @@ def advise(error: BaseException) -> None:
     text = str(error)
     if "got mixed torch.Tensor and DTensor" in text:
         names = _names_in(error.__traceback__)
-        if not names and _own_gradients[0] == _torch.current_backward():
+        if not names and _own_gradients[0] == current_backward():
             names = _own_gradients[1]
         found = _used_as_shard(names)
     elif "appears to not have been used in the graph" in text:

@@ -14,7 +14,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardplug.core import _torch
+from shardplug.core._torch.calls import PausableUnits
+from shardplug.core._torch.gradients import (
+    BackwardWatch,
+    add_whole_gradient,
+    before_root_backward_ends,
+    end_of_backward,
+)
+from shardplug.core._torch.groups import compute_dtype, label_of, owns_any, unit_groups
+from shardplug.core._torch.resharding import before_state_dict, in_own_backward
+from shardplug.core._torch.whole import stand_in, step_back, whole_values
 from shardplug.core.gathered.fingerprint import Fingerprint, changed_since, fingerprint
 from shardplug.core.root import refuse_state_dict
 
@@ -54,7 +63,7 @@ class WholeParameters:
         watch: Sees the reductions.
     """
 
-    def __init__(self, root: nn.Module, watch: _torch.BackwardWatch) -> None:
+    def __init__(self, root: nn.Module, watch: BackwardWatch) -> None:
         self._root = root
         self._watch = watch
         self._open: Counter[Any] = Counter()
@@ -63,8 +72,8 @@ class WholeParameters:
         self._no_state_dict: dict[Any, RemovableHandle] = {}
         self._arrived: dict[int, tuple[Any, Any, torch.Tensor]] = {}
         self._in_call: nn.Module | None = None
-        _torch.PausableUnits(root, self._is_paused, self._call_begins, self._call_ends)
-        _torch.before_root_backward_ends(root, self._backward_ends)
+        PausableUnits(root, self._is_paused, self._call_begins, self._call_ends)
+        before_root_backward_ends(root, self._backward_ends)
 
     @property
     def is_open(self) -> bool:
@@ -82,19 +91,19 @@ class WholeParameters:
             whole for all of them.
         """
         modules = set(part.modules())
-        groups = [g for _, g in _torch.unit_groups(self._root) if _torch.owns_any(g, modules)]
+        groups = [g for _, g in unit_groups(self._root) if owns_any(g, modules)]
         for group in groups:
             if group not in self._open:
                 self._copies[group] = [
                     (param, self._copy(group, param, values))
-                    for param, values in _torch.whole_values(group)
+                    for param, values in whole_values(group)
                 ]
                 self._opened.update(
                     (param, fingerprint(copy)) for param, copy in self._copies[group]
                 )
                 unit = group.modules[0]
                 _whole.add(unit)
-                self._no_state_dict[group] = _torch.before_state_dict(unit, refuse_state_dict)
+                self._no_state_dict[group] = before_state_dict(unit, refuse_state_dict)
             self._open[group] += 1
             self._watch.late[id(group)] = group
             self._watch.kept_late.add(id(group))
@@ -114,12 +123,12 @@ class WholeParameters:
             self._no_state_dict.pop(group).remove()
             for param, _ in self._copies.pop(group):
                 del self._opened[param]
-                _torch.step_back(param)
+                step_back(param)
 
     def written(self) -> list[str]:
         """Return the names of the copies that were changed: their values go nowhere."""
         return [
-            _torch.label_of(param)
+            label_of(param)
             for param, copy in self._all_copies()
             if changed_since(copy.detach(), self._opened[param])
         ]
@@ -142,12 +151,12 @@ class WholeParameters:
 
     def _stand_in(self) -> None:
         for param, copy in self._all_copies():
-            _torch.stand_in(param, copy)
+            stand_in(param, copy)
 
     # ---------------------------------------------------------------- calls of units
 
     def _is_paused(self, unit: nn.Module) -> bool:
-        return unit in _whole and not _torch.in_own_backward(unit)
+        return unit in _whole and not in_own_backward(unit)
 
     def _call_begins(self, unit: nn.Module) -> None:
         """Show the dtype of the computation, as in any forward."""
@@ -155,9 +164,9 @@ class WholeParameters:
             return
         self._in_call = unit
         for param, copy in self._all_copies():
-            dtype = _torch.compute_dtype(param)
+            dtype = compute_dtype(param)
             if dtype is not None:
-                _torch.stand_in(param, copy.to(dtype))
+                stand_in(param, copy.to(dtype))
 
     def _call_ends(self, unit: nn.Module) -> None:
         if self._in_call is unit:
@@ -173,11 +182,11 @@ class WholeParameters:
         total = grad.detach() if known is None else known[2] + grad.detach()
         self._arrived[id(param)] = (group, param, total)
         self._watch.late[id(group)] = group
-        _torch.end_of_backward(self._root)
+        end_of_backward(self._root)
 
     def _backward_ends(self) -> None:
         for _, param, grad in self._arrived.values():
-            _torch.add_whole_gradient(param, grad)
+            add_whole_gradient(param, grad)
         self._arrived.clear()
         self._watch.reduce_late()
         self._stand_in()

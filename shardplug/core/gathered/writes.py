@@ -11,21 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch import (
-    around_gathers,
+from shardplug.core._torch.groups import (
     elements_before,
-    gather_again_after,
     gathered_copy,
     gathered_memory,
     is_stood_in,
     label_of,
-    local_tensor,
     own_groups,
     own_rows,
     places_of,
-    stays_gathered,
     unit_groups,
 )
+from shardplug.core._torch.resharding import around_gathers, gather_again_after, stays_gathered
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.core.gathered.fingerprint import (
     Fingerprint,
     changed_since,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardplug.core._torch import hide_managed_mark
+from shardplug.core._torch.calls import hide_managed_mark
 from shardplug.core.hooks import outside_of_graphs
 from shardplug.errors import ModelError
 

@@ -13,7 +13,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplug.core import _torch
+from shardplug.core._torch.collectives import announce_collectives, set_collectives, set_replica_sum
+from shardplug.core._torch.gradients import (
+    BackwardWatch,
+    after_root_backward,
+    may_reduce_late,
+    wait_for_reductions,
+)
+from shardplug.core._torch.groups import (
+    managed_parameters,
+    named_managed_parameters,
+    refresh_dtypes,
+    replaced_parameters,
+    replicas_of,
+    unit_groups,
+)
 from shardplug.core.gathered.outside_use import note_names
 from shardplug.core.gathered.whole_parameters import WholeParameters
 from shardplug.core.gradient_hooks import GradientHooks, HooksBefore
@@ -91,14 +105,14 @@ class RankSync:
         self._root = root
         self._group = group
         self._world_size = dist.get_world_size(group)
-        self._parameters = _torch.managed_parameters(root)
+        self._parameters = managed_parameters(root)
         self._replicated = [p for p in replicated if p.is_floating_point() or p.is_complex()]
         self._late = LateParameters(root, replicated)
-        self._watch = _torch.BackwardWatch(root, on_backward)
+        self._watch = BackwardWatch(root, on_backward)
         self._on_backward = on_backward
         note_names(root)
         self._hooks = GradientHooks(
-            _torch.named_managed_parameters(root),
+            named_managed_parameters(root),
             hooks_before or {},
             self._gradient_comes,
             torch.device(mesh.device_type),
@@ -117,27 +131,27 @@ class RankSync:
         self._in_flight = InFlight()
         self._buffers = SharedBuffers(root, group)
         if self._world_size > 1:
-            for unit, (name, parameters) in enumerate(_torch.unit_groups(root)):
+            for unit, (name, parameters) in enumerate(unit_groups(root)):
                 self._order.units.append(name)
                 if direct:
                     self._exchange_directly(unit, parameters)
                 else:
                     announce = functools.partial(self._order.announce, unit=unit)
-                    _torch.announce_collectives(parameters, announce)
-            _torch.after_root_backward(root, self._in_flight.complete)
+                    announce_collectives(parameters, announce)
+            after_root_backward(root, self._in_flight.complete)
 
     def _exchange_directly(self, unit: int, parameters: Any) -> None:
-        may_wait = functools.partial(_torch.may_reduce_late, parameters)
-        replicas = _torch.replicas_of(parameters)
+        may_wait = functools.partial(may_reduce_late, parameters)
+        replicas = replicas_of(parameters)
         now_or_later = may_wait if replicas is None else lambda _: False
-        _torch.set_collectives(
+        set_collectives(
             parameters,
             PeerGather(self._order, unit),
             PeerReduce(self._order, unit, self._in_flight, now_or_later),
         )
         if replicas is not None:
             total = ReplicaSum(self._order, unit, replicas, self._in_flight, may_wait)
-            _torch.set_replica_sum(parameters, total)
+            set_replica_sum(parameters, total)
 
     def window_opens(self) -> None:
         """Look at the parameters before the window's first backward.
@@ -147,13 +161,13 @@ class RankSync:
                 sharding.
         """
         if not self._watch.ran:
-            if replaced := _torch.replaced_parameters(self._root):
+            if replaced := replaced_parameters(self._root):
                 raise ModelError(
                     f"Expected {', '.join(replaced[:4])} to be the parameter that was sharded, but "
                     "it was replaced. Tie, replace or resize weights before engine.shard(model)."
                 )
             self._late.require_none()
-            if lacking := _torch.refresh_dtypes(self._root):
+            if lacking := refresh_dtypes(self._root):
                 raise ModelError(
                     f"Expected {', '.join(lacking[:4])} to stay frozen: frozen when the model was "
                     "sharded, they were kept in their low dtype, without the fp32 master weights "
@@ -229,7 +243,7 @@ class RankSync:
     def _gradient_comes(self, parameter: nn.Parameter) -> None:
         """A loss was made of the shard itself: autograd is about to add to its gradient."""
         self._in_flight.complete()
-        _torch.wait_for_reductions(self._root)
+        wait_for_reductions(self._root)
         self._watch.used.add(id(parameter))
         self._watch.ran = True
         self._on_backward()

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardplug.core._torch import persistent_buffers, version_of
+from shardplug.core._torch.calls import persistent_buffers
+from shardplug.core._torch.tensors import version_of
 
 __all__ = ["SharedBuffers"]
 

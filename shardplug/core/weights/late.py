@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardplug.core._torch import managed_parameters, sharded_of_gathered
+from shardplug.core._torch.groups import managed_parameters, sharded_of_gathered
 from shardplug.errors import ModelError
 
 __all__ = ["LateParameters", "UntrainedParameters"]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.errors import ModelError
 
 __all__ = [

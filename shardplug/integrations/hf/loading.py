@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplug.checkpoint import together
-from shardplug.core._torch import reshard_all
+from shardplug.core._torch.resharding import reshard_all
 from shardplug.core.weights.fill import WeightMaterializer
 from shardplug.core.weights.origin import note_source_dtypes
 from shardplug.core.weights.sources import defer_loading, deferred_in, read_own_rows

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardplug.config import ZeroConfig
-from shardplug.core._torch import tree_leaves, tree_map
+from shardplug.core._torch.tensors import tree_leaves, tree_map
 from shardplug.plan.choices import Choice, MemoryBudget
 from shardplug.plan.plan import Plan, plan
 from shardplug.plan.request import Loop

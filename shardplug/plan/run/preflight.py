@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from shardplug.optim.blocks import Entry, lay_out
 from shardplug.plan.choices import GIB
 from shardplug.plan.sizes.optimizer_probe import likely_kind

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch import tree_leaves
+from shardplug.core._torch.tensors import tree_leaves
 from shardplug.core.precision import PLAIN_FORWARD, Precision
 from shardplug.errors import ModelError
 from shardplug.plan.run.running import (

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardplug.config import ZeroConfig
-from shardplug.core._torch import sharded_of_gathered, unit_groups
+from shardplug.core._torch.groups import sharded_of_gathered, unit_groups
 from shardplug.core.precision import Precision
 from shardplug.core.stage import STAGES
 from shardplug.errors import ModelError

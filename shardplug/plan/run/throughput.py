@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardplug.core._torch import tree_leaves
+from shardplug.core._torch.tensors import tree_leaves
 from shardplug.errors import ConfigError
 
 __all__ = ["PEAK_TFLOPS", "BatchSize", "costs_of", "peak_flops", "batch_size_of"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch import uncompiled
+from shardplug.core._torch.calls import uncompiled
 from shardplug.errors import OptimizerError
 from shardplug.plan.sizes.optimizers import OPTIMIZERS, OptimizerKind
 from shardplug.plan.trace.meta_copy import NoCollectives

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shardplug.core._torch import attention_by_kernel, fused_attention_on_cpu
+from shardplug.core._torch.tracing import attention_by_kernel, fused_attention_on_cpu
 
 __all__ = ["as_on_device"]
 

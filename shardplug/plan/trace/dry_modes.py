@@ -14,13 +14,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from shardplug.core._torch import (
-    TorchDispatchMode,
-    is_copy,
-    is_read_of_value,
-    tree_leaves,
-    written_tensors,
-)
+from shardplug.core._torch.tensors import TorchDispatchMode, tree_leaves, written_tensors
+from shardplug.core._torch.tracing import is_copy, is_read_of_value
 from shardplug.plan.trace.recorder import flops_of
 
 __all__ = ["Guard", "Reads", "Refused"]

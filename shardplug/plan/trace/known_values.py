@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardplug.core._torch import tree_leaves, tree_map
+from shardplug.core._torch.tensors import tree_leaves, tree_map
 
 __all__ = ["KnownValues", "meta_like"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch import TorchDispatchMode
+from shardplug.core._torch.tensors import TorchDispatchMode
 
 __all__ = ["NoCollectives", "shapes_of", "meta_copy"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardplug.core._torch import tree_leaves
+from shardplug.core._torch.tensors import tree_leaves
 from shardplug.errors import ModelError
 from shardplug.plan.trace.trace import loss_or_outputs
 

@@ -10,12 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardplug.core._torch import (
-    TorchDispatchMode,
-    grouped_product_flops,
-    is_read_of_value,
-    run_on_meta,
-)
+from shardplug.core._torch.tensors import TorchDispatchMode
+from shardplug.core._torch.tracing import grouped_product_flops, is_read_of_value, run_on_meta
 from shardplug.plan.trace.known_values import KnownValues
 
 __all__ = ["MADE", "Event", "Mark", "Recorder", "flops_of"]

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch import backward_within_modes, tree_leaves, tree_map, uncompiled
+from shardplug.core._torch.calls import uncompiled
+from shardplug.core._torch.tensors import tree_leaves, tree_map
+from shardplug.core._torch.tracing import backward_within_modes
 from shardplug.core.activations.checkpointing import checkpoint_activations
 from shardplug.errors import ModelError
 from shardplug.plan.sizes.layout import Placed

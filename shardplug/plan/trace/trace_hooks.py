@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch import tree_leaves, tree_map
+from shardplug.core._torch.tensors import tree_leaves, tree_map
 from shardplug.plan.sizes.layout import Placed
 from shardplug.plan.trace.known_values import meta_like
 from shardplug.plan.trace.recorder import Mark, Recorder

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate.utils import GradScalerKwargs
 from torch import nn
 
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from tests.adapters.accelerate.common import WORLD, accelerator, seeded_model
 from tests.support.models import lm_loss, tokens
 from tests.support.pool import RankPool

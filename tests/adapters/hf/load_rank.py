@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardplug.hf
 from shardplug import ZeroConfig, ZeroEngine
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 
 CONFIG = {
     "vocab_size": 257,

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
-from shardplug.core._torch import local_tensor
+from shardplug.core._torch.tensors import local_tensor
 from tests.adapters.lightning.modules import (
     Plain,
     assert_close,
