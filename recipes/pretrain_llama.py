@@ -33,7 +33,7 @@ from jsonargparse import auto_cli, set_parsing_settings
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import shardplug
-from shardplug import ZeroConfig, ZeroEngine
+from shardplug import ZeroConfig, ZeroEngine, default_listeners
 from shardplug.checkpoint import resume_point
 from shardplug.memory import JsonlSink, MemoryTracker, WandbSink
 
@@ -185,7 +185,8 @@ def main(options: Options) -> None:
             replicate_size=options.replicas or nodes,
             param_dtype="bf16" if options.precision == "bf16" else None,
             activation_checkpointing=options.activation_checkpointing,
-        )
+        ),
+        listeners=default_listeners(),
     )
     model = engine.shard(build(options))
     groups = [

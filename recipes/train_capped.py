@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardplug import ZeroConfig, ZeroEngine
+from shardplug import ZeroConfig, ZeroEngine, default_listeners
 
 SIZES = {  # hidden width, width of the MLP, layers, heads, heads for keys and values, vocabulary
     "tiny": (64, 176, 3, 4, 2, 512),
@@ -89,7 +89,8 @@ def main() -> None:
             prefetch=args.prefetch,
             nvme_path=args.nvme_path,
             **tiers,
-        )
+        ),
+        listeners=default_listeners(),
     )
     model = engine.shard(build(args.size))
     optimizer = engine.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))

@@ -5,8 +5,8 @@ loads none of the frameworks itself.
 """
 
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from shardplug._registration import install as _install
 from shardplug._undistributed import refuse_the_rest as _refuse_the_rest
@@ -23,6 +23,7 @@ from shardplug.errors import (
 
 if _TYPE_CHECKING:
     from shardplug.engine import ZeroEngine
+    from shardplug.listeners import default_listeners
 elif _refuse_the_rest():
     from shardplug._undistributed import ZeroEngine  # type: ignore[assignment]
 else:
@@ -41,14 +42,17 @@ __all__ = [
     "ZeroConfig",
     "ZeroEngine",
     "__version__",
+    "default_listeners",
 ]
 
 if not _TYPE_CHECKING:  # with it, a type checker would take any name for one of the package's
 
-    def __getattr__(name: str) -> _ModuleType:
-        """Import an adapter when it is first named, as in `shardplug.lightning.ZeroStrategy`."""
+    def __getattr__(name: str) -> _Any:
+        """Import what loads more when it is first named, as `shardplug.lightning.ZeroStrategy`."""
         if name in ("accelerate", "fabric", "hf", "lightning"):
             return _import_module(f"{__name__}.{name}")
+        if name == "default_listeners":
+            return _import_module(f"{__name__}.listeners").default_listeners
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

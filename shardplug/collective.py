@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardplug.errors import CheckpointError
+from shardplug.errors import CheckpointError, ShardplugError
 
 __all__ = [
     "background_group",
     "from_rank_0",
     "gather",
     "message_group",
+    "raise_together",
     "rank_and_size",
     "together",
 ]
@@ -137,6 +139,44 @@ def gather(value: T, doing: str, group: dist.ProcessGroup | None = None) -> list
     except (RuntimeError, ValueError, KeyError) as error:  # the last two: destroyed just now
         raise CheckpointError(f"{doing} failed. {_GONE}") from error
     return values
+
+
+def raise_together(
+    error: Exception | None, kind: type[ShardplugError], doing: str, group: dist.ProcessGroup
+) -> None:
+    """Raise on every rank what went wrong on one. Collective.
+
+    Costs one reduction of one number where nothing went wrong.
+
+    Args:
+        error: What this rank has to report.
+        kind: Class of the exception on the ranks that had no error.
+        doing: What a message says has failed, like "The optimizer step".
+        group: The ranks, with messages on the CPU.
+
+    Raises:
+        ShardplugError: `kind`, naming the first rank that failed and why; this rank's own error,
+            where it is of that kind and no rank had another one.
+    """
+    if dist.get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    failed = torch.tensor([int(error is not None)])
+    dist.all_reduce(failed, op=dist.ReduceOp.SUM, group=group)
+    if not int(failed):
+        return
+    texts: list[Any] = [None] * dist.get_world_size(group)
+    own = None
+    if error is not None:
+        own = (
+            str(error) if isinstance(error, ShardplugError) else f"{type(error).__name__}: {error}"
+        )
+    dist.all_gather_object(texts, own, group=group)
+    if isinstance(error, kind) and set(texts) == {own}:
+        raise error
+    rank = next(rank for rank, text in enumerate(texts) if text is not None)
+    raise kind(f"{doing} failed on rank {rank}: {texts[rank]}") from error
 
 
 def together(

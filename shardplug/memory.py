@@ -1,11 +1,12 @@
 """Memory of sharded training: what it should be, what it is, and its curves."""
 
-from shardplug.oom.report import OutOfMemory, explained_oom, is_out_of_memory, oom_report
+from shardplug.oom.oom_report import OutOfMemory, is_out_of_memory, oom_report
+from shardplug.oom.watch import OomWatch, explained_oom
 from shardplug.plan.auto import AutoBudget, auto_config
 from shardplug.plan.choices import Choice, MemoryBudget
 from shardplug.plan.lora import Lora
 from shardplug.plan.plan import Plan, plan
-from shardplug.plan.report import accelerate_yaml, as_dict, as_text, lightning_line
+from shardplug.plan.plan_report import accelerate_yaml, as_dict, as_text, lightning_line
 from shardplug.plan.request import Request
 from shardplug.plan.run.run_plan import FirstStep, RunPlan
 from shardplug.plan.run.throughput import PEAK_TFLOPS
@@ -18,7 +19,7 @@ from shardplug.plan.sizes.model_states import (
     model_states,
     paper_bytes,
 )
-from shardplug.plan.sizes.optimizers import OPTIMIZERS, OptimizerKind
+from shardplug.plan.sizes.optimizer_kinds import OPTIMIZERS, OptimizerKind
 from shardplug.plan.step_time import Machine, StepTime
 from shardplug.plan.timeline import PLAN_KINDS, MemoryTimeline, Moved, Point
 from shardplug.process.counted import CountedAllocations
@@ -55,6 +56,7 @@ __all__ = [
     "MemoryTracker",
     "Moment",
     "Moved",
+    "OomWatch",
     "OptimizerKind",
     "OutOfMemory",
     "ParameterSize",

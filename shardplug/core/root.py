@@ -26,7 +26,33 @@ from shardplug.core.hooks import outside_of_graphs
 from shardplug.core.stage import Stage
 from shardplug.errors import ModelError, ScheduleError
 
-__all__ = ["KeptOutputs", "RootForwardHooks", "refuse_state_dict"]
+__all__ = ["CallEvents", "KeptOutputs", "RootForwardHooks", "refuse_state_dict"]
+
+
+class CallEvents:
+    """Told of outermost calls into a sharded model; a method does nothing unless overridden."""
+
+    def before_training_call(self, method: str, args: Any, kwargs: Any) -> None:
+        """Before a call that records gradients."""
+
+    def after_any_call(self) -> None:
+        """After a call, before anything else."""
+
+    def on_error(self, error: BaseException) -> None:
+        """After `after_any_call`, with the exception that ends the call."""
+
+    def after_training_call(self) -> None:
+        """After a call that records gradients."""
+
+    def after_call_at_rest(self) -> None:
+        """Last, after any call for which no parameters are held whole."""
+
+    def after_evaluating_method(self) -> None:
+        """After one of `methods` without gradients, with no parameter held whole."""
+
+    def before_evaluation(self) -> None:
+        """Before the first call in evaluation mode without gradients after one that trained, or
+        before parameters are held whole."""
 
 
 class RootForwardHooks:
@@ -39,43 +65,17 @@ class RootForwardHooks:
     Args:
         root: The sharded model.
         stage: The row of the stage table.
-        on_enter: Called before an outermost call that records gradients.
-        on_exit: Called after it.
-        on_return: Called after any outermost call, before anything else.
-        on_leave: Called after any outermost call, unless parameters are held.
-        on_end: Called when an outermost call of one of `methods` without gradients returns, with
-            no parameter held.
-        on_call: Told the method's name and the arguments of such a call.
-        on_evaluation: Called before the first outermost call in evaluation mode without gradients,
-            or before parameters are held, after a call that trained.
-        on_error: Told the exception that ends an outermost call.
+        methods: Other methods of the root that compute with its parameters.
+        events: What is told of outermost calls.
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        stage: Stage,
-        methods: Sequence[str],
-        on_enter: Callable[[], None],
-        on_exit: Callable[[], None],
-        on_leave: Callable[[], None] = lambda: None,
-        on_call: Callable[[str, Any, Any], None] = lambda *_: None,
-        on_error: Callable[[BaseException], None] = lambda _: None,
-        on_end: Callable[[], None] = lambda: None,
-        on_return: Callable[[], None] = lambda: None,
-        on_evaluation: Callable[[], None] = lambda: None,
+        self, root: nn.Module, stage: Stage, methods: Sequence[str], events: CallEvents
     ) -> None:
         self._root = root
-        self._on_return = on_return
-        self._on_leave = on_leave
-        self._on_end = on_end
-        self._on_evaluation = on_evaluation
-        self._trained = False
         self._stage = stage
-        self._on_enter = on_enter
-        self._on_exit = on_exit
-        self._on_call = on_call
-        self._on_error = on_error
+        self._events = events
+        self._trained = False
         self._layouts: list[tuple[Any, torch.dtype, torch.device]] = []
         self._depth = 0
         self._held: Counter[FSDPModule] = Counter()
@@ -101,7 +101,7 @@ class RootForwardHooks:
             finally:
                 self._leave()
             if self._depth == 0 and not torch.is_grad_enabled() and not self._held:
-                self._on_end()
+                self._events.after_evaluating_method()
             return result
 
         return call
@@ -171,7 +171,7 @@ class RootForwardHooks:
     def _leave_training(self) -> None:
         if self._trained and not self._held:
             self._trained = False
-            self._on_evaluation()
+            self._events.before_evaluation()
 
     def _begin_evaluation(self) -> None:
         if self._forget_forwards is None:
@@ -211,8 +211,7 @@ class RootForwardHooks:
             if not self._held and (torch.is_grad_enabled() or self._root.training):
                 self._trained = True
             if torch.is_grad_enabled():
-                self._on_enter()
-                self._on_call(method, args, kwargs)
+                self._events.before_training_call(method, args, kwargs)
             else:
                 if not self._held:  # a gathered copy may be older than its shard
                     reshard_all(self._root)
@@ -232,19 +231,19 @@ class RootForwardHooks:
         self._depth -= 1
         if self._depth:
             return
-        self._on_return()
+        self._events.after_any_call()
         error = sys.exc_info()[1]
         if error is not None:
-            self._on_error(error)
+            self._events.on_error(error)
         if torch.is_grad_enabled():
             # Before the copies go: the phase "after the forward" is the stage's, not the root's.
             if self._stage.reshard_after_forward:
                 reshard_own(self._root)
-            self._on_exit()
+            self._events.after_training_call()
         else:
             self._reshard()
         if not self._held:
-            self._on_leave()
+            self._events.after_call_at_rest()
 
     def reset(self) -> None:
         """Forget a call that an exception ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,23 @@ from shardplug.core.weights.fill import WeightMaterializer, check_same_model
 from shardplug.core.weights.sources import deferred_in
 from shardplug.errors import ModelError
 
-__all__ = ["refuse_unshardable", "shard_model"]
+__all__ = ["Sharding", "refuse_unshardable", "shard_model"]
 
 _QUANTISED = frozenset({"Params4bit", "Int8Params", "NF4Tensor", "HQQTensor", "QTensor"})
 """Classes of parameters of bitsandbytes, torchao's older ones, HQQ and quanto."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How an engine shards its models."""
+
+    mesh: DeviceMesh
+    stage: Stage
+    precision: Precision
+    device: torch.device
+    prefetch: int
+    on_cpu: bool
+    """Whether shards and gradients stay in CPU memory beside another device."""
 
 
 def refuse_unshardable(model: nn.Module) -> None:
@@ -117,24 +131,19 @@ def _refuse_quantised(model: nn.Module) -> None:
 def shard_model(
     model: nn.Module,
     plan: UnitPlan,
-    mesh: DeviceMesh,
-    stage: Stage,
-    precision: Precision,
-    device: torch.device,
+    sharding: Sharding,
     *,
     cast_inputs: bool,
     forward_methods: Sequence[str],
-    prefetch: int,
-    on_cpu: bool = False,
-    on_unit: Callable[[nn.Module], None] | None = None,
+    on_unit: Callable[[nn.Module], None],
 ) -> None:
     """Shard `model` in place. All ranks take part; peak memory is the shards plus one unit.
 
     `on_unit` is called with each unit once its shards have their values, or nearly: a shard that
-    is read from files and shared with a later unit gets them with that one. `on_cpu` keeps the
-    shards, and gradients, in CPU memory beside another device.
+    is read from files and shared with a later unit gets them with that one.
     """
-    rest = CPUOffloadPolicy() if on_cpu and device.type != "cpu" else OffloadPolicy()
+    device, stage, precision = sharding.device, sharding.stage, sharding.precision
+    rest = CPUOffloadPolicy() if sharding.on_cpu and device.type != "cpu" else OffloadPolicy()
     waiting = deferred_in(model)
     check_same_model(model, waiting=waiting)
     _warn_low_masters(model, precision)
@@ -150,7 +159,7 @@ def shard_model(
             ignored |= {filler.current(parameter) for parameter in plan.moved_up}
         fully_shard(
             unit,
-            mesh=mesh,
+            mesh=sharding.mesh,
             # The root is resharded by the engine at the end of the outermost call.
             reshard_after_forward=stage.reshard_after_forward and unit is not model,
             mp_policy=precision.policy(
@@ -163,14 +172,13 @@ def shard_model(
         keep_class_name(unit)
         filler.release(inside)
         filler.fill_shards()
-        if on_unit is not None:
-            on_unit(unit)
+        on_unit(unit)
     filler.finish()
     for name in forward_methods:
         if not callable(getattr(model, name, None)):
             raise ModelError(f"Expected {type(model).__name__} to have a method {name!r}.")
         register_fsdp_forward_method(model, name)
-    _gather_ahead(model, plan, device, prefetch)
+    _gather_ahead(model, plan, device, sharding.prefetch)
 
 
 def _upcast_masters(modules: list[nn.Module], precision: Precision) -> None:

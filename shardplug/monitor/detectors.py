@@ -12,7 +12,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Protocol
 
-from shardplug.monitor.config import MonitorConfig
+from shardplug.monitor.monitor_config import MonitorConfig
 from shardplug.monitor.row import StepRow
 
 __all__ = ["Detector", "detectors_of"]

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from shardplug.checkpoint import resume_point
 from shardplug.core.ranks.waiting_time import waited_seconds
 from shardplug.errors import CheckpointError, ConfigError
-from shardplug.monitor.config import MonitorConfig
 from shardplug.monitor.detectors import detectors_of
+from shardplug.monitor.finding_report import Alert, Report, Sink, strongest
 from shardplug.monitor.measure import memory_bytes as measured_memory
-from shardplug.monitor.report import Alert, Report, Sink, strongest
+from shardplug.monitor.monitor_config import MonitorConfig
 from shardplug.monitor.row import StepValues, gather
 from shardplug.monitor.targets import Gates
 

@@ -6,8 +6,8 @@ import math
 from collections import deque
 from statistics import median
 
-from shardplug.monitor.config import MonitorConfig
-from shardplug.monitor.report import Alert
+from shardplug.monitor.finding_report import Alert
+from shardplug.monitor.monitor_config import MonitorConfig
 from shardplug.monitor.row import StepRow
 
 __all__ = ["Gates"]

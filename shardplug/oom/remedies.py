@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from shardplug.plan.choices import Choice, gib
 from shardplug.plan.plan import Plan
-from shardplug.plan.report import accelerate_yaml, lightning_line
+from shardplug.plan.plan_report import accelerate_yaml, lightning_line
 from shardplug.plan.run.observed import Running, batch_size, settings_of
-from shardplug.plan.sizes.optimizers import fused_kind
+from shardplug.plan.sizes.optimizer_kinds import fused_kind
 from shardplug.process.overhead import RETURNED, THRESHOLD
 
 __all__ = ["Remedy", "Headroom", "in_words", "remedies"]

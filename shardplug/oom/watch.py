@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import mmap
 import os
 import sys
 import time
 import traceback
-import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,21 +20,23 @@ from torch import nn
 from shardplug.config import ZeroConfig
 from shardplug.core._torch.groups import gathered_units
 from shardplug.core.gathered.outside_use import advise
-from shardplug.errors import StorageError
+from shardplug.engine.engine import ZeroEngine
+from shardplug.engine.listener import EngineListener
+from shardplug.errors import ConfigError, StorageError
+from shardplug.oom.oom_report import OutOfMemory, is_out_of_memory, oom_report, place_of
 from shardplug.oom.remedies import Headroom, remedies
-from shardplug.oom.report import OutOfMemory, is_out_of_memory, oom_report, place_of
 from shardplug.plan.choices import Choice
 from shardplug.plan.plan import Plan
 from shardplug.plan.request import Loop
 from shardplug.plan.run.observed import Call, Running
+from shardplug.plan.sizes.optimizer_kinds import OptimizerKind
 from shardplug.plan.sizes.optimizer_probe import likely_kind
-from shardplug.plan.sizes.optimizers import OptimizerKind
 from shardplug.plan.trace.meta_copy import meta_copy, shapes_of
 from shardplug.process.limits import ControlGroup, headroom, host_available, process_limits
 from shardplug.process.memory_row import MODEL_STATE_KINDS
 from shardplug.process.overhead import KEPT, RETURNED, kept_share, used_by_process, used_now
 
-__all__ = ["OomWatch", "explain_step"]
+__all__ = ["OomWatch", "explained_oom"]
 
 REPORT = "out_of_memory.txt"
 WARNING = "memory_limit_near.txt"
@@ -51,23 +51,7 @@ _KEEPS = (
 )
 
 
-class WatchedEngine(Protocol):
-    """The part of `shardplug.ZeroEngine` that a report needs."""
-
-    config: ZeroConfig
-    device: torch.device
-    rank: int
-    world_size: int
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The sharded models."""
-
-    def memory(self) -> dict[str, int]:
-        """Bytes held on this rank, by kind."""
-
-
-class OomWatch:
+class OomWatch(EngineListener):
     """Explains the out-of-memory errors of one engine.
 
     What a report needs is noted while nothing is wrong: the model's structure, the shapes of its
@@ -77,14 +61,16 @@ class OomWatch:
     goes wrong in here replaces the error that is explained.
 
     Args:
-        engine: The engine; it is not kept alive.
+        loop: Who drives the steps; a report names its options.
+        folder: Where a report goes; None means the working directory.
     """
 
-    def __init__(self, engine: WatchedEngine) -> None:
-        self._engine = weakref.ref(engine)
-        self.loop: Loop = "pytorch"
-        """Who drives the steps; adapters say so."""
-        self._folder = Path()
+    def __init__(
+        self, loop: Loop = "pytorch", folder: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._engine: weakref.ref[ZeroEngine] | None = None
+        self._loop = loop
+        self._folder = Path(folder or "")
         self._cleared: set[Path] = set()
         self._plan: Plan | None = None
         self._running: Choice | None = None
@@ -100,12 +86,20 @@ class OomWatch:
         self._warned = False
         # Given back before a report, which needs room too; never touched, so it takes no memory.
         self._ballast: mmap.mmap | None = None
+
+    # ---------------------------------------------------------------- while nothing is wrong
+
+    def opened(self, engine: ZeroEngine) -> None:
+        """Begin; the engine is not kept alive."""
+        self._engine = weakref.ref(engine)
         if hasattr(mmap, "MAP_PRIVATE"):
             self._ballast = mmap.mmap(-1, _BALLAST, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._put_old_away()
         _watched.add(self)
         _hook_uncaught()
 
-    # ---------------------------------------------------------------- while nothing is wrong
+    def _watched_engine(self) -> ZeroEngine | None:
+        return None if self._engine is None else self._engine()
 
     def write_into(self, folder: str | os.PathLike[str]) -> None:
         """Set the folder of the report."""
@@ -130,7 +124,7 @@ class OomWatch:
 
     def after_shard(self) -> None:
         """Note what the process holds besides the model."""
-        engine = self._engine()
+        engine = self._watched_engine()
         if engine is None or engine.device.type != "cpu" or self._base:
             return
         if process_limits():
@@ -138,20 +132,20 @@ class OomWatch:
         books = sum(self._in_memory(engine)[0].values())
         self._base = {key: size - books for key, size in used_by_process().items()}
 
-    def on_call(self, model: nn.Module, method: str, args: Any, kwargs: Any) -> None:
+    def call(self, model: nn.Module, method: str, args: Any, kwargs: Any) -> None:
         """Note the shapes of an outermost call that records gradients."""
         if self._root is not None and self._root() is model:
             self._call = Call(method, shapes_of(tuple(args)), shapes_of(dict(kwargs)))
 
-    def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_bound(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what an optimizer keeps."""
         self._optimizer = self._optimizer or likely_kind(optimizer)
 
-    def on_micro_step(self, last: bool) -> None:
+    def micro_step(self, last: bool) -> None:
         """Note whether the micro-batch that begins is its window's last."""
         self._more = 1 if last else 2  # this one, and at least the last
 
-    def on_phase(self, phase: str) -> None:
+    def phase(self, phase: str) -> None:
         """Count a window's micro-batches, and look at the control group's limit."""
         if phase == "after_backward":
             self._backwards, self._more = self._backwards + 1, 0
@@ -171,15 +165,11 @@ class OomWatch:
         try:
             yield
         except Exception as error:
-            self.explain(error)
+            self.error(error)
             raise
 
-    def explain(self, error: BaseException) -> None:
-        """Write the report, if the error is one of memory and no one has explained it yet.
-
-        An error about a parameter that is not whole gets a line that says what to do.
-        """
-        advise(error)
+    def error(self, error: BaseException) -> None:
+        """Write the report, if the error is one of memory and no one has explained it yet."""
         killed = self._group.kills
         if not (is_out_of_memory(error) or killed) or getattr(error, _SEEN, False):
             return
@@ -202,7 +192,7 @@ class OomWatch:
             _add_note(error, note)
 
     def _publish(self, error: BaseException | None, limit: str, name: str) -> None:
-        engine = self._engine()
+        engine = self._watched_engine()
         if engine is None:
             return
         path = self._folder / name
@@ -225,7 +215,7 @@ class OomWatch:
             _add_note(error, f"shardplug: what was held and what to change: {path.absolute()}")
         print(text, file=sys.stderr, flush=True)
 
-    def _facts(self, engine: WatchedEngine, error: BaseException | None, limit: str) -> OutOfMemory:
+    def _facts(self, engine: ZeroEngine, error: BaseException | None, limit: str) -> OutOfMemory:
         phase, module = place_of(None if error is None else error.__traceback__, engine.models)
         held, elsewhere = self._in_memory(engine)
         failure = OutOfMemory(
@@ -250,7 +240,7 @@ class OomWatch:
             self._settle(failure)
         return failure
 
-    def _plan_for(self, engine: WatchedEngine, failure: OutOfMemory, capacity: int | None) -> None:
+    def _plan_for(self, engine: ZeroEngine, failure: OutOfMemory, capacity: int | None) -> None:
         """Plan the run as it is, and look for what would fit."""
         run = self._run(engine)
         if run is None:
@@ -273,7 +263,7 @@ class OomWatch:
         ):
             failure.notes.append(_KEEPS)
 
-    def _run(self, engine: WatchedEngine) -> Running | None:
+    def _run(self, engine: ZeroEngine) -> Running | None:
         twin, call = self._twin, self._call
         model = None if self._root is None else self._root()
         if twin is None or call is None or model is None:
@@ -291,12 +281,12 @@ class OomWatch:
             device=engine.device.type,
             optimizer=self._optimizer or OptimizerKind(),
             accumulate=max(self._accumulate, self._backwards + self._more),
-            loop=self.loop,
+            loop=self._loop,
         )
 
     # ---------------------------------------------------------------- what there is and was
 
-    def _in_memory(self, engine: WatchedEngine) -> tuple[dict[str, int], dict[str, int]]:
+    def _in_memory(self, engine: ZeroEngine) -> tuple[dict[str, int], dict[str, int]]:
         """Split the books: what is in the memory that ran out, and what is elsewhere."""
         books = engine.memory()
         on_cpu = engine.device.type == "cpu"
@@ -307,7 +297,7 @@ class OomWatch:
         }
         return held, {kind: size for kind, size in books.items() if kind not in held}
 
-    def _measure(self, engine: WatchedEngine, failure: OutOfMemory) -> int | None:
+    def _measure(self, engine: ZeroEngine, failure: OutOfMemory) -> int | None:
         """Note what is held in all; return what a GPU's allocator may hold at most."""
         device, books = engine.device, sum(failure.held.values())
         if device.type != "cpu":
@@ -333,7 +323,7 @@ class OomWatch:
             failure.besides = used.besides(books, failure.beyond_books) if planned else used.base
             failure.total = max(books, used.now - used.kept - failure.besides)
 
-    def _room(self, engine: WatchedEngine, failure: OutOfMemory, capacity: int | None) -> Headroom:
+    def _room(self, engine: ZeroEngine, failure: OutOfMemory, capacity: int | None) -> Headroom:
         host, error, outset, freed = None, _ERROR_ON_GPU, None, 0
         if engine.device.type != "cpu":
             room, available = headroom(self._group), host_available()
@@ -368,7 +358,7 @@ class OomWatch:
 
     def _put_old_away(self) -> None:
         """Keep an earlier run's reports under another name, so that this run's can be made."""
-        engine = self._engine()
+        engine = self._watched_engine()
         if engine is None or engine.rank != 0 or self._folder in self._cleared:
             return
         self._cleared.add(self._folder)
@@ -380,21 +370,42 @@ class OomWatch:
                 continue  # most often there is none; where it cannot be moved it cannot be written
 
 
-def explain_step(optimizer: torch.optim.Optimizer, watch: OomWatch) -> None:
-    """Put a method in the place of an optimizer's `step` that explains its errors.
+@contextmanager
+def explained_oom(
+    engine: ZeroEngine,
+    folder: str | os.PathLike[str] = ".",
+    *,
+    plan: Plan | None = None,
+    running: Choice | None = None,
+) -> Iterator[None]:
+    """Explain an out-of-memory error of the code inside, and let it through.
+
+        with explained_oom(engine, "runs", plan=found, running=found.best):
+            train()
+
+    With `shardplug.default_listeners()`, as adapters have it, errors of forwards, backwards and
+    steps are explained without being asked for. This names the folder of the report
+    (`out_of_memory.txt`), gives it a plan made beforehand, and covers code outside of the steps.
 
     Args:
-        optimizer: The optimizer; schedulers made before or after keep counting its steps.
-        watch: What explains.
+        engine: The engine.
+        folder: Folder of the report.
+        plan: What was planned; without it, the engine plans from what it has seen.
+        running: The choice of the plan that runs.
+
+    Raises:
+        ConfigError: When the engine was made without `shardplug.default_listeners()`.
     """
-    inner = optimizer.step
-
-    def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with watch.explaining():
-            return inner(*args, **kwargs)
-
-    functools.update_wrapper(step, inner)  # the mark of a scheduler made before comes along
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    watch = next((one for one in engine.listeners if isinstance(one, OomWatch)), None)
+    if watch is None:
+        raise ConfigError(
+            "Expected an engine whose errors are watched, got one without an OomWatch. Make it "
+            "with ZeroEngine(config, listeners=shardplug.default_listeners())."
+        )
+    watch.write_into(folder)
+    watch.expect(plan, running)
+    with watch.explaining():
+        yield
 
 
 def _asked_for(config: ZeroConfig, failure: OutOfMemory) -> dict[str, int]:
@@ -444,7 +455,8 @@ def _hook_uncaught() -> None:
     def explain(kind: Any, error: BaseException, trace: Any) -> None:
         for watch in list(_watched):
             if isinstance(error, Exception):
-                watch.explain(error)
+                advise(error)
+                watch.error(error)
         before(kind, error, trace)
 
     sys.excepthook = explain

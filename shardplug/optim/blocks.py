@@ -21,7 +21,7 @@ import torch
 
 from shardplug.core._torch.tensors import local_tensor
 from shardplug.errors import OptimizerError
-from shardplug.params.shard import ShardTensor
+from shardplug.params.stored_shard import ShardTensor
 from shardplug.tiers.protocol import Region, aligned
 
 __all__ = ["Block", "Entry", "Piece", "lay_out"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardplug.collective import raise_together
 from shardplug.core._torch.tensors import copies_of_all, local_tensor
 from shardplug.errors import OptimizerError, StorageError
 from shardplug.optim.blocks import Block, Piece
@@ -22,7 +23,6 @@ from shardplug.optim.step import replace_step, step_is_replaced
 from shardplug.optim.store import Store
 from shardplug.optim.weights import StoredWeights
 from shardplug.params import ParameterTier
-from shardplug.tiers.agree import raise_together
 from shardplug.tiers.protocol import Tier, Traffic
 
 __all__ = ["StreamedOptimizer"]

@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from shardplug.collective import raise_together
 from shardplug.core._torch.calls import uncompiled
 from shardplug.core._torch.collectives import close_mesh
 from shardplug.core._torch.tensors import TorchDispatchMode
 from shardplug.errors import OptimizerError
 from shardplug.optim.classes import INSTANCE_ATTRIBUTES, is_elementwise
 from shardplug.optim.step import step_is_replaced
-from shardplug.tiers.agree import raise_together
 
 __all__ = ["try_on_copies"]
 

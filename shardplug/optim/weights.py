@@ -9,7 +9,7 @@ import torch
 from shardplug.core._torch.tensors import laid_out_like, local_tensor
 from shardplug.optim.blocks import Block, Piece
 from shardplug.params.pieces import elements
-from shardplug.params.shard import GradientTensor, ShardHolder, ShardTensor
+from shardplug.params.stored_shard import GradientTensor, ShardHolder, ShardTensor
 from shardplug.params.tier import ParameterTier
 from shardplug.tiers.protocol import Region
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardplug.params.pieces import Reading
-from shardplug.params.shard import ShardHolder
+from shardplug.params.stored_shard import ShardHolder
 
 __all__ = ["ReadAhead"]
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardplug.collective import raise_together
 from shardplug.core._torch.gradients import after_gradient
 from shardplug.core._torch.groups import own_groups
 from shardplug.core._torch.offloaded import keep_shard_elsewhere, layout_of_shard
@@ -19,8 +20,7 @@ from shardplug.core.tier_tensor import in_tier
 from shardplug.errors import StorageError
 from shardplug.params.allocator import return_freed_memory
 from shardplug.params.read_ahead import ReadAhead
-from shardplug.params.shard import GradientTensor, ShardHolder, ShardTensor
-from shardplug.tiers.agree import raise_together
+from shardplug.params.stored_shard import GradientTensor, ShardHolder, ShardTensor
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.protocol import Traffic
 

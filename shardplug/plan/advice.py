@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardplug.plan.choices import GIB, Choice, evaluate
 from shardplug.plan.request import Request
-from shardplug.plan.sizes.optimizers import fused_kind
+from shardplug.plan.sizes.optimizer_kinds import fused_kind
 from shardplug.plan.step_time import Machine
 from shardplug.plan.trace.segments import Segments
 from shardplug.plan.trace_cache import TraceCache

@@ -18,8 +18,8 @@ from shardplug.plan.choices import GIB, Choice, MemoryBudget, gib
 from shardplug.plan.plan import Plan
 from shardplug.plan.request import Loop
 from shardplug.plan.run.observed import Call, Running, settings_of
+from shardplug.plan.sizes.optimizer_kinds import OptimizerKind
 from shardplug.plan.sizes.optimizer_probe import likely_kind
-from shardplug.plan.sizes.optimizers import OptimizerKind
 from shardplug.plan.source import make_batch
 from shardplug.plan.trace.meta_copy import meta_copy, shapes_of
 from shardplug.process.limits import ControlGroup, headroom

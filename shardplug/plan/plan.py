@@ -26,7 +26,7 @@ from shardplug.plan.request import (
 )
 from shardplug.plan.sizes.layout import Layout, place
 from shardplug.plan.sizes.model_states import paper_bytes
-from shardplug.plan.sizes.optimizers import OptimizerKind, optimizer_kind
+from shardplug.plan.sizes.optimizer_kinds import OptimizerKind, optimizer_kind
 from shardplug.plan.source import build_from_config, make_batch, sequence_length
 from shardplug.plan.step_time import Machine
 from shardplug.plan.timeline import Setup

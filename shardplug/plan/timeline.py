@@ -7,7 +7,7 @@ from functools import cached_property
 
 from shardplug.config import Tier
 from shardplug.core.stage import Stage
-from shardplug.plan.sizes.optimizers import OptimizerKind
+from shardplug.plan.sizes.optimizer_kinds import OptimizerKind
 
 __all__ = ["RESIDENT_KINDS", "PLAN_KINDS", "Moved", "Point", "Setup", "MemoryTimeline"]
 

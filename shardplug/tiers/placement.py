@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardplug.collective import raise_together
 from shardplug.errors import ConfigError, StorageError
-from shardplug.tiers.agree import raise_together
 from shardplug.tiers.disk import DiskTier
 from shardplug.tiers.host import HostTier
 from shardplug.tiers.protocol import Tier

@@ -7,15 +7,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from shardplug.engine.engine import ZeroEngine
 from shardplug.errors import ConfigError
 from shardplug.plan.run.first_step_planner import FirstStepPlanner
 from shardplug.plan.run.run_plan import FirstStep, RunPlan
-from shardplug.plan.run.running import RunningEngine
 from shardplug.plan.run.throughput import BatchSize, costs_of, peak_flops
 from shardplug.plan.timeline import MemoryTimeline
 from shardplug.process.memory_row import KINDS, MODEL_STATE_KINDS, PHASES, TIER_KINDS, MemoryRow
@@ -25,7 +25,7 @@ from shardplug.tracking.picture import PngSink
 from shardplug.tracking.plan_sink import PlanSink
 from shardplug.tracking.sinks import JsonlSink, Sink
 
-__all__ = ["MemoryTracker", "TrackedEngine"]
+__all__ = ["MemoryTracker"]
 
 _FIELDS = (
     *(f"{kind}_bytes" for kind in (*KINDS, *TIER_KINDS)),
@@ -35,31 +35,6 @@ _FIELDS = (
 )
 _COSTS = 3  # nanoseconds, tokens, samples
 _MEASURED = [*range(len(KINDS)), _FIELDS.index("tiers_measured_bytes")]  # what makes the total
-
-
-class TrackedEngine(Protocol):
-    """The part of `shardplug.ZeroEngine` that a tracker needs."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def memory(self) -> dict[str, int]:
-        """Bytes held on this rank, by kind."""
-
-    def add_phase_listener(self, fn: Callable[[str], None], /) -> None:
-        """Call `fn` with the phase's name at the end of each phase."""
-
-    def remove_phase_listener(self, fn: Callable[[str], None], /) -> None:
-        """Stop calling `fn`."""
 
 
 class MemoryTracker:
@@ -84,7 +59,7 @@ class MemoryTracker:
 
     def __init__(
         self,
-        engine: TrackedEngine,
+        engine: ZeroEngine,
         sinks: Sequence[Sink] = (),
         every_n_steps: int = 1,
         first_step: int = 0,
@@ -144,8 +119,8 @@ class MemoryTracker:
         for sink in self._sinks:
             if isinstance(sink, PlanSink):  # it was made with a plan
                 sink.warns, given = False, sink.plan
-        made_here = plan == "auto" and given is None and hasattr(engine, "models")
-        self._foresight = FirstStepPlanner(cast(RunningEngine, engine), made_here, self._expect)
+        made_here = plan == "auto" and given is None
+        self._foresight = FirstStepPlanner(engine, made_here, self._expect)
         self._meter = make_meter(engine.device, self._held(books))
         engine.add_phase_listener(self._on_phase)
         self._foresight.follow_models()

@@ -14,16 +14,32 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from shardplug.core._torch.collectives import default_tcp_store
+from shardplug.engine.engine import ZeroEngine
+from shardplug.engine.listener import EngineListener
 from shardplug.watchdog.stall_limits import Limits
 from shardplug.watchdog.watcher import Watcher
 
-__all__ = ["before_end", "progress", "raised", "start", "stop"]
+__all__ = ["Watchdog", "before_end", "progress", "raised", "start", "stop"]
 
 _LONGEST = 6000  # characters of a traceback that is sent to the other ranks
 
 _watcher: Watcher | None = None
 _hooked = False
 _cleanups: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+
+class Watchdog(EngineListener):
+    """Watches the ranks of an engine."""
+
+    def opened(self, engine: ZeroEngine) -> None:
+        """Start watching; swap files are removed where the job is ended."""
+        start()
+        for tier in engine.tiers:
+            before_end(tier.remove_files)
+
+    def phase(self, phase: str) -> None:
+        """Note that this rank has come on."""
+        progress()
 
 
 def start(limits: Limits | None = None) -> bool:

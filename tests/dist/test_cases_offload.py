@@ -98,7 +98,7 @@ def state_moves(root: str) -> None:
     books = engine.memory()
     assert books["optimizer_state"] == 8 * 4
     measured = books["optimizer_state_cpu"]
-    assert measured == engine._tier.held_bytes  # type: ignore[union-attr]
+    assert measured == engine._offload.optimizer_tier.held_bytes  # type: ignore[union-attr]
     at_rest = predicted.timeline.phases["at_rest"]["optimizer_state_cpu"]
     assert measured == pytest.approx(at_rest, rel=0.1)
     # So says what is printed before a run.

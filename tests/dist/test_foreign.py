@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from shardplug.checkpoint import Reader
-from shardplug.checkpoint.foreign import folders as foreign
+from shardplug.checkpoint.foreign import foreign_folders as foreign
 from shardplug.errors import CheckpointError
 from tests.dist.checkpoint_runs import Run, assert_equal, make_run, snapshot, tensors_of, train
 from tests.support.models import TinyLM

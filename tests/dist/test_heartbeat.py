@@ -38,7 +38,7 @@ def _meet() -> ZeroEngine:
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     assert watchdog.start(Limits(silence_seconds=2.0, grace_seconds=1.0))
-    return ZeroEngine(ZeroConfig(stage=3))
+    return ZeroEngine(ZeroConfig(stage=3), listeners=[watchdog.Watchdog()])
 
 
 def _train(out: str, fault: str, who: int) -> None:

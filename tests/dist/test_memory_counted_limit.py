@@ -23,6 +23,7 @@ import torch
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.core._torch.tensors import TorchDispatchMode
 from shardplug.memory import is_out_of_memory
+from shardplug.oom.watch import OomWatch
 from shardplug.process.limits import ControlGroup
 from shardplug.process.meter import private_bytes
 from tests.dist.test_memory_forced import LARGE, Case, _follow, _planned
@@ -110,13 +111,13 @@ def _run(
     os.environ["SHARDPLUG_NVME_PATH"] = str(folder / "swap")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    engine = ZeroEngine(ZeroConfig.parse(case.config))
-    engine.oom.write_into(folder)
+    watch = OomWatch(folder=folder)
+    engine = ZeroEngine(ZeroConfig.parse(case.config), listeners=[watch])
     model = engine.shard(case.build())
     before = private_bytes()
     assert before is not None
     limited = Limited(room or before - sum(engine.memory().values()) + budget)
-    engine.oom._group = Counted(limited.limit)
+    watch._group = Counted(limited.limit)
     error, printed = "", io.StringIO()
     with contextlib.redirect_stderr(printed):
         try:

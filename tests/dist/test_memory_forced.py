@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardplug import ZeroConfig, ZeroEngine
+from shardplug import ZeroConfig, ZeroEngine, default_listeners
 from shardplug.memory import is_out_of_memory, plan
 from shardplug.process.limits import process_used
 from tests.support.models import Block
@@ -140,8 +140,7 @@ def _run(case: Case, folder: Path, budget: int, fail: bool = False) -> tuple[str
     (folder / "swap").mkdir(parents=True, exist_ok=True)
     os.environ["SHARDPLUG_NVME_PATH"] = str(folder / "swap")
     config = ZeroConfig.parse(case.config)
-    engine = ZeroEngine(config)
-    engine.oom.write_into(folder)
+    engine = ZeroEngine(config, listeners=default_listeners(folder=folder))
     with _limited(2**40, case, 0):
         model = engine.shard(case.build())
     gc.collect()
@@ -153,7 +152,7 @@ def _run(case: Case, folder: Path, budget: int, fail: bool = False) -> tuple[str
             with _limited(base - sum(engine.memory().values()), case, budget):
                 _train(engine, model, case)
                 if fail:
-                    with engine.oom.explaining():
+                    with engine.telling_errors():
                         torch.empty(2**60)
         except Exception as failure:
             other = "Another rank failed" in str(failure) or "closed" in str(failure)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardplug import StorageError, ZeroConfig, ZeroEngine
+from shardplug import StorageError, ZeroConfig, ZeroEngine, default_listeners
 from shardplug.memory import explained_oom, is_out_of_memory, plan
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
@@ -22,7 +22,7 @@ def _loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def _fail(folder: Path, where: str, planned: bool) -> tuple[str, str]:
     """Run out of memory in the second step; return the error's traceback text and stderr."""
-    engine = ZeroEngine(ZeroConfig(stage=1))
+    engine = ZeroEngine(ZeroConfig(stage=1), listeners=default_listeners())
     model = TinyLM(width=72, hidden=288)
     found = None
     if planned:

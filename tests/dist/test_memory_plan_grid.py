@@ -131,8 +131,8 @@ def _hold(kind: str, precision: str, stage: int, tier: str, folder: str) -> Book
         books["at_rest"] = engine.memory()
     if tier != "infinity":  # whose parameters are tensors without memory
         assert _settled(books["at_rest"]) == 0, "the books are all the tensors there are"
-    if engine._tier is not None:
-        engine._tier.close()
+    if engine._offload.optimizer_tier is not None:
+        engine._offload.optimizer_tier.close()
     return books
 
 

@@ -122,9 +122,9 @@ def _hold(
         trained.zero_grad()
         books["at_rest"] = engine.memory()
     on_disk, traffic = 0, engine.traffic()
-    if isinstance(engine._tier, DiskTier):
-        on_disk = engine._tier.path.stat().st_size
-        engine._tier.close()
+    if isinstance(engine._offload.optimizer_tier, DiskTier):
+        on_disk = engine._offload.optimizer_tier.path.stat().st_size
+        engine._offload.optimizer_tier.close()
     return books, on_disk, peak, traffic["bytes_read"] + traffic["bytes_written"]
 
 

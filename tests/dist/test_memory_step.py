@@ -39,7 +39,9 @@ def _step(tier: str, folder: str) -> list[tuple[int, int]]:
     """Train; return for each step what its peak and what its end have beyond its beginning."""
     engine = ZeroEngine(ZeroConfig(stage=3, offload_optimizer=tier))  # type: ignore[arg-type]
     if tier == "cpu":
-        engine._tier = HostTier(block_bytes=BLOCK)  # a tenth of all, so that there are many
+        engine._offload.optimizer_tier = HostTier(
+            block_bytes=BLOCK
+        )  # a tenth of all, so that there are many
     model = engine.shard(_model())
     tracker = MemoryTracker(engine, [JsonlSink(Path(folder, "memory.jsonl"))])
     # With a tier the update goes block by block, whatever is asked for; `foreach` alone would

@@ -95,10 +95,12 @@ def use_small_blocks(engine: ZeroEngine) -> None:
         folder = SwapFolder(str(engine.config.nvme_path), name, engine.rank)
         disk = DiskTier(folder, Staging(limit_bytes=6 * SMALL, buffer_bytes=SMALL))
     on_cpu = engine.config.offload_optimizer == "cpu"
-    engine._tier = HostTier(block_bytes=SMALL) if on_cpu else disk
-    if engine._parameters is not None:
+    engine._offload.optimizer_tier = HostTier(block_bytes=SMALL) if on_cpu else disk
+    if engine._offload.parameter_tier is not None:
         assert disk is not None
-        engine._parameters = ParameterTier(disk, engine.config.prefetch, engine._control)
+        engine._offload.parameter_tier = ParameterTier(
+            disk, engine.config.prefetch, engine._control
+        )
 
 
 def train(

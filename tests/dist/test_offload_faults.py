@@ -106,7 +106,7 @@ def outside_the_step(root: str) -> None:
     last = dist.get_world_size() - 1
     engine, model, optimizer = train(3, "infinity", root, "adamw", flat=True, steps=3)
     before = engine.full_state_dict(model, rank0_only=False)
-    engine._parameters._ahead.drop_all()  # type: ignore[union-attr]
+    engine._offload.parameter_tier._ahead.drop_all()  # type: ignore[union-attr]
     broken = [failing("read", errno.EIO)] if engine.rank == last else []
     with raises_everywhere(StorageError, "Reading", "state.swap failed: Input/output error"):
         with ExitStack() as stack:
@@ -166,7 +166,7 @@ def vanished(root: str) -> None:
     backward(engine, model, 2)
     before = engine.full_state_dict(model, rank0_only=False)
     if engine.rank == 1:
-        shutil.rmtree(engine._tier.path.parent)  # type: ignore[union-attr]
+        shutil.rmtree(engine._offload.optimizer_tier.path.parent)  # type: ignore[union-attr]
     with raises_everywhere(StorageError, "state.swap of", "gone or another"):
         optimizer.step()
     after = engine.full_state_dict(model, rank0_only=False)

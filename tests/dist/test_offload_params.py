@@ -112,8 +112,10 @@ def in_bf16(root: str) -> None:
     books = engine.memory()
     # Read for gathers is the copy in bf16, of half the size (regions are rounded up to 4 KiB).
     assert 0 < books["compute_copies_nvme"] < books["master_shards_nvme"]
-    assert all(s.copy_bytes <= s.num_bytes / 2 + 4096 for s in engine._parameters._shards)  # type: ignore[union-attr]
-    shard = max(engine._parameters._shards, key=lambda s: s.shape.numel())  # type: ignore[union-attr]
+    assert all(
+        s.copy_bytes <= s.num_bytes / 2 + 4096 for s in engine._offload.parameter_tier._shards
+    )  # type: ignore[union-attr]
+    shard = max(engine._offload.parameter_tier._shards, key=lambda s: s.shape.numel())  # type: ignore[union-attr]
     assert shard.has_copy and shard.gather().dtype == torch.bfloat16
     before = engine.traffic()["bytes_read"]
     assert before > 0

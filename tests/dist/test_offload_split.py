@@ -47,13 +47,18 @@ def partly(
     torch.manual_seed(5)
     asked = replace(config(stage, mix, root), offload_cpu_gib=budget / 2**30)
     engine = ZeroEngine(asked)
-    assert isinstance(engine._tier, SplitTier) and engine._tier._near_bytes == budget
+    assert (
+        isinstance(engine._offload.optimizer_tier, SplitTier)
+        and engine._offload.optimizer_tier._near_bytes == budget
+    )
     folder = SwapFolder(root, f"split{id(engine)}", engine.rank)
     far = DiskTier(folder, Staging(limit_bytes=6 * SMALL, buffer_bytes=SMALL))
-    if engine._parameters is not None:
-        assert engine._parameters.tier is engine._tier.far, "one swap file for both"
-        engine._parameters = ParameterTier(far, engine.config.prefetch, engine._control)
-    engine._tier = SplitTier(HostTier(), far, budget)
+    if engine._offload.parameter_tier is not None:
+        assert engine._offload.parameter_tier.tier is engine._offload.optimizer_tier.far, (
+            "one swap file for both"
+        )
+        engine._offload.parameter_tier = ParameterTier(far, engine.config.prefetch, engine._control)
+    engine._offload.optimizer_tier = SplitTier(HostTier(), far, budget)
     model = engine.shard(Flat())
     optimizer = engine.prepare_optimizer(OPTIMIZERS[name](model.parameters()))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)

@@ -255,7 +255,7 @@ def is_killed(root: str) -> None:
 def beside(root: str, begun: str, over: str) -> None:
     """Train before, while and after another run in the same folder is killed."""
     engine, model, optimizer = train(2, "nvme", root, "adamw", flat=True, steps=2)
-    tier = engine._tier
+    tier = engine._offload.optimizer_tier
     assert isinstance(tier, DiskTier)
     dist.barrier()
     Path(begun).touch()

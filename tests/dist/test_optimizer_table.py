@@ -13,7 +13,7 @@ from torch import nn
 
 from shardplug import OptimizerError, ZeroEngine
 from shardplug.core._torch.tensors import local_tensor
-from shardplug.params.shard import ShardTensor
+from shardplug.params.stored_shard import ShardTensor
 from tests.dist import test_quantised_optimizers as quantised
 from tests.dist.test_cases_offload import Matrices, matrix_loss, muon_and_adamw
 from tests.dist.test_offload import config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardplug.core.activations import offload as activations
+from shardplug.core.activations import activation_offload as activations
 
 __all__ = ["small_ones_move"]
 

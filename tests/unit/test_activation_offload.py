@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shardplug.core.activations.activation_offload import LEAST_BYTES, ActivationOffload
 from shardplug.core.activations.host_copies import InPlaceCopies
-from shardplug.core.activations.offload import LEAST_BYTES, ActivationOffload
 from shardplug.core.activations.unit_hooks import follow_model
 from shardplug.errors import ConfigError, ModelError
 

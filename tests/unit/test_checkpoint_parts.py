@@ -27,8 +27,8 @@ from shardplug.checkpoint.format.durable import file_checksums
 from shardplug.checkpoint.format.plain import culprit, load_plain
 from shardplug.checkpoint.read import stored_tensors as source
 from shardplug.checkpoint.state.extra_state import decode, encode
-from shardplug.checkpoint.state.names import clean_name, listed, pair
 from shardplug.checkpoint.state.rank_rng import rng_state, set_rng_state
+from shardplug.checkpoint.state.tensor_names import clean_name, listed, pair
 from shardplug.checkpoint.write.snapshot import Snapshot, SnapshotMemory
 from shardplug.collective import rank_and_size, together
 from shardplug.errors import CheckpointError

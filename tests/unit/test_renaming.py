@@ -11,7 +11,7 @@ from torch import nn
 
 from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
 from shardplug.checkpoint.read.renaming import Renaming
-from shardplug.checkpoint.state.names import pair
+from shardplug.checkpoint.state.tensor_names import pair
 from shardplug.errors import CheckpointError
 
 NAMES = ("embed.weight", "blocks.0.up.weight", "blocks.0.up.bias", "blocks.10.up.weight", "scale")

@@ -10,9 +10,9 @@ import torch
 
 from shardplug.checkpoint.export.export_files import Item, aligned, config_of, index_of, shards_of
 from shardplug.checkpoint.format.manifest import dtype_of
-from shardplug.checkpoint.format.paths import check_component
+from shardplug.checkpoint.format.safe_names import check_component
 from shardplug.checkpoint.state.extra_state import is_extra
-from shardplug.checkpoint.state.names import listed
+from shardplug.checkpoint.state.tensor_names import listed
 from shardplug.errors import CheckpointError, ConfigError
 
 __all__ = ["CHANGED_BASE", "ExportPlan", "PlannedFolder", "plan_export"]

@@ -28,7 +28,7 @@ from shardplug.checkpoint.format.dcp_metadata import METADATA
 from shardplug.checkpoint.format.plain import UNREADABLE, innermost, load_plain, why
 from shardplug.checkpoint.format.schema import check_besides
 from shardplug.checkpoint.read.dcp_reader import CheckedReader, read_metadata
-from shardplug.checkpoint.state.names import listed
+from shardplug.checkpoint.state.tensor_names import listed
 from shardplug.errors import CheckpointError
 
 __all__ = ["DcpFolder", "check_safe"]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardplug.checkpoint.format.paths import check_inside
+from shardplug.checkpoint.format.safe_names import check_inside
 from shardplug.checkpoint.format.safetensors_file import Entry, read_header
 from shardplug.checkpoint.format.schema import check_depth, check_manifest
 from shardplug.errors import CheckpointError

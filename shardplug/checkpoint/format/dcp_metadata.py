@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardplug.checkpoint.format.paths import shown
+from shardplug.checkpoint.format.safe_names import shown
 from shardplug.checkpoint.format.schema import DTYPES
 
 __all__ = ["METADATA", "UNDECODABLE", "Record", "decode"]

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardplug.checkpoint.foreign.folders import identify
+from shardplug.checkpoint.foreign.foreign_folders import identify
 from shardplug.checkpoint.format.commit import MANIFEST
 from shardplug.checkpoint.format.durable import BLOCK_BYTES, verify_file
 from shardplug.checkpoint.format.schema import DTYPES, check_depth, check_files, check_manifest
 from shardplug.checkpoint.state.hugging_face import describe_modules
 from shardplug.checkpoint.state.model_state import state_and_aliases
-from shardplug.checkpoint.state.names import clean_name
+from shardplug.checkpoint.state.tensor_names import clean_name
 from shardplug.core.weights.origin import source_dtypes
 from shardplug.errors import CheckpointError
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from shardplug.checkpoint.format.paths import shown
+from shardplug.checkpoint.format.safe_names import shown
 from shardplug.checkpoint.format.schema import check_depth, check_shape
 from shardplug.errors import CheckpointError
 

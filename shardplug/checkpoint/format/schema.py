@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardplug.checkpoint.format.paths import check_component, check_inside, shown
+from shardplug.checkpoint.format.safe_names import check_component, check_inside, shown
 from shardplug.errors import CheckpointError
 
 __all__ = [

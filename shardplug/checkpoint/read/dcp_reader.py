@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from shardplug.checkpoint.format.dcp_metadata import METADATA, UNDECODABLE, Record, decode
-from shardplug.checkpoint.format.paths import check_inside, shown
 from shardplug.checkpoint.format.plain import UNREADABLE, load_tensor, why
+from shardplug.checkpoint.format.safe_names import check_inside, shown
 from shardplug.checkpoint.format.schema import check_shape
 from shardplug.errors import CheckpointError, ShardplugError
 

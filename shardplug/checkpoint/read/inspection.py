@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardplug.checkpoint.foreign.folders import Foreign, foreign_source, identify
+from shardplug.checkpoint.foreign.foreign_folders import Foreign, foreign_source, identify
 from shardplug.checkpoint.format import manifest as manifests
 from shardplug.checkpoint.format.commit import MANIFEST, is_leftover, locate
 from shardplug.checkpoint.format.durable import verify_file

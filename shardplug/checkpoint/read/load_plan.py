@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardplug.checkpoint.format.manifest import RANK_BYTES, dtype_of
 from shardplug.checkpoint.state.extra_state import is_extra
-from shardplug.checkpoint.state.groups import check_class, match_groups
 from shardplug.checkpoint.state.model_state import check_fits, state_and_aliases
-from shardplug.checkpoint.state.names import Pairing, listed, pair
 from shardplug.checkpoint.state.optimizer_state import parameter_names
+from shardplug.checkpoint.state.param_groups import check_class, match_groups
+from shardplug.checkpoint.state.tensor_names import Pairing, listed, pair
 from shardplug.core.quantised import quantised_like
 from shardplug.errors import CheckpointError
 

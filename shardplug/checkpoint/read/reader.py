@@ -27,10 +27,10 @@ from shardplug.checkpoint.read.stored_tensors import OwnFolder, Source, open_sou
 from shardplug.checkpoint.state.extra_state import decode, is_extra
 from shardplug.checkpoint.state.frozen_base import check_base
 from shardplug.checkpoint.state.model_state import restore_extra_state, state_of_model
-from shardplug.checkpoint.state.names import listed
 from shardplug.checkpoint.state.optimizer_state import load_optimizer, models_of, warn_left_out
 from shardplug.checkpoint.state.planners import LoadPlanner
 from shardplug.checkpoint.state.rank_rng import read_rng, set_rng_state
+from shardplug.checkpoint.state.tensor_names import listed
 from shardplug.checkpoint.write.writer import PARAM_GROUPS
 from shardplug.collective import (
     from_rank_0,

@@ -11,14 +11,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import StorageReader
 
 from shardplug.checkpoint.foreign.dcp_folder import DcpFolder
-from shardplug.checkpoint.foreign.folders import foreign_source
+from shardplug.checkpoint.foreign.foreign_folders import foreign_source
 from shardplug.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from shardplug.checkpoint.format import manifest as manifests
 from shardplug.checkpoint.format.commit import MANIFEST, locate
 from shardplug.checkpoint.format.dcp_metadata import METADATA
 from shardplug.checkpoint.format.durable import CheckedFileSystem
-from shardplug.checkpoint.format.paths import shown
 from shardplug.checkpoint.format.plain import UNREADABLE, load_plain, why
+from shardplug.checkpoint.format.safe_names import shown
 from shardplug.checkpoint.format.schema import check_besides
 from shardplug.checkpoint.read.dcp_reader import CheckedReader, read_metadata
 from shardplug.errors import CheckpointError

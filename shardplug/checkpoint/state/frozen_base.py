@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardplug.checkpoint.format.schema import OLD_SUM, SUM
 from shardplug.checkpoint.state.hugging_face import adapter_tensors
 from shardplug.checkpoint.state.model_state import state_of_model
-from shardplug.checkpoint.state.names import clean_name, listed
+from shardplug.checkpoint.state.tensor_names import clean_name, listed
 from shardplug.collective import gather
 from shardplug.core._torch.tensors import local_tensor
 from shardplug.core.tier_tensor import in_tier

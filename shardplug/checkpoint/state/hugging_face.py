@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from shardplug.checkpoint.state.names import clean_name
+from shardplug.checkpoint.state.tensor_names import clean_name
 
 __all__ = ["describe_modules"]
 

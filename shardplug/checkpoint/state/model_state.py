@@ -17,7 +17,7 @@ from shardplug.checkpoint.state.extra_state import (
     is_extra,
     modules_with_extra_state,
 )
-from shardplug.checkpoint.state.names import clean_name, listed, pair
+from shardplug.checkpoint.state.tensor_names import clean_name, listed, pair
 from shardplug.core._torch.resharding import reshard_all
 from shardplug.core._torch.tensors import local_tensor
 from shardplug.errors import CheckpointError

@@ -11,15 +11,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardplug.checkpoint.state.groups import (
+from shardplug.checkpoint.state.model_state import local_rows
+from shardplug.checkpoint.state.param_groups import (
     OWN_OPTIONS,
     check_class,
     check_option,
     fitted_option,
     match_groups,
 )
-from shardplug.checkpoint.state.model_state import local_rows
-from shardplug.checkpoint.state.names import clean_name, listed
+from shardplug.checkpoint.state.tensor_names import clean_name, listed
 from shardplug.core._torch.resharding import reshard_all
 from shardplug.core.quantised import own_form
 from shardplug.errors import CheckpointError

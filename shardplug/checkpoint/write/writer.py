@@ -37,7 +37,7 @@ from shardplug.checkpoint.format.manifest import (
 from shardplug.checkpoint.read.stored_tensors import META, PARAM_GROUPS
 from shardplug.checkpoint.state.planners import SavePlanner
 from shardplug.checkpoint.state.rank_rng import rng_state
-from shardplug.checkpoint.write.agree import (
+from shardplug.checkpoint.write.save_checks import (
     check_agreement,
     check_content,
     check_readable,

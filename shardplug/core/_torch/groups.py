@@ -170,7 +170,7 @@ def lazy_init_root(root: nn.Module) -> None:
 
 def label_of(param: Any) -> str:
     """Return the name of one of FSDP2's parameters."""
-    return label_of(param)
+    return str(param._param_fqn or param._module_info.param_name)
 
 
 def places_of(param: Any) -> list[tuple[nn.Module, str]]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug.core._torch.accounting import gathered_storages
-from shardplug.core.activations.offload import ActivationOffload
+from shardplug.core._torch.held_tensors import gathered_storages
+from shardplug.core.activations.activation_offload import ActivationOffload
 from shardplug.core.hooks import outside_of_graphs
 from shardplug.errors import ModelError
 

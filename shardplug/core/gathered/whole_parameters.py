@@ -23,7 +23,7 @@ from shardplug.core._torch.gradients import (
 )
 from shardplug.core._torch.groups import compute_dtype, label_of, owns_any, unit_groups
 from shardplug.core._torch.resharding import before_state_dict, in_own_backward
-from shardplug.core._torch.whole import stand_in, step_back, whole_values
+from shardplug.core._torch.stand_ins import stand_in, step_back, whole_values
 from shardplug.core.gathered.fingerprint import Fingerprint, changed_since, fingerprint
 from shardplug.core.root import refuse_state_dict
 

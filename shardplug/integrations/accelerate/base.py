@@ -31,6 +31,7 @@ from shardplug.integrations.accelerate.options import (
     with_plugin,
     with_precision,
 )
+from shardplug.listeners import default_listeners
 from shardplug.plan.run.announce import Announcement
 
 __all__ = ["AcceleratorBase", "engine_of"]
@@ -97,10 +98,8 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
         """The engine that shards every model prepared here."""
         if self._engine is None:
             mesh = build_mesh(self.zero_config.replicate_size, self.device.type)
-            self._engine = ZeroEngine(self.zero_config, mesh)
-            self._engine.oom.loop = "accelerate"
-            if self.project_dir is not None:
-                self._engine.oom.write_into(self.project_dir)
+            listeners = default_listeners("accelerate", self.project_dir)
+            self._engine = ZeroEngine(self.zero_config, mesh, listeners=listeners)
             self._announcement = Announcement(
                 self._engine, accumulate=lambda: self.gradient_accumulation_steps
             )

@@ -49,7 +49,7 @@ class GradientMethods(AcceleratorBase):
         """
         for optimizer in self._unsharded_optimizers:
             self.engine.prepare_optimizer(optimizer)  # says what is wrong with it
-        with self.engine.oom.explaining():
+        with self.engine.telling_errors():
             super().backward(loss, **kwargs)
             if not self._no_sync_depth:
                 self.engine.after_backward()

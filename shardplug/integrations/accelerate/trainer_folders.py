@@ -24,7 +24,7 @@ from torch import nn
 from shardplug.checkpoint import Reader, state_of_model, state_of_optimizer, write
 from shardplug.checkpoint.export.export_plan import CHANGED_BASE
 from shardplug.checkpoint.foreign.dcp_folder import check_safe
-from shardplug.checkpoint.foreign.folders import TRAINER_FOLDER
+from shardplug.checkpoint.foreign.foreign_folders import TRAINER_FOLDER
 from shardplug.checkpoint.format import manifest as manifests
 from shardplug.checkpoint.format.dcp_metadata import METADATA
 from shardplug.checkpoint.read.load_plan import LEFT_OUT

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from shardplug.checkpoint import Reader
-from shardplug.checkpoint.foreign.folders import identify
+from shardplug.checkpoint.foreign.foreign_folders import identify
 from shardplug.checkpoint.format.commit import is_ours
 from shardplug.errors import CheckpointError
 from shardplug.integrations.common import opening

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from shardplug.config import ZeroConfig
 from shardplug.core.mesh import build_mesh
 from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError, ModelError
+from shardplug.listeners import default_listeners
 from shardplug.plan.auto import AutoBudget
 
 __all__ = [
@@ -70,9 +72,18 @@ def shard(
     vars(module)[_NAMES] = _names(module)
 
 
-def new_engine(config: ZeroConfig, device: torch.device) -> ZeroEngine:
-    """Make an engine on the framework's device, which may be the CPU of a machine with GPUs."""
-    return ZeroEngine(config, build_mesh(config.replicate_size, device.type))
+def new_engine(
+    config: ZeroConfig, device: torch.device, folder: str | os.PathLike[str] | None = None
+) -> ZeroEngine:
+    """Make an engine on the framework's device, which may be the CPU of a machine with GPUs.
+
+    Args:
+        config: The options.
+        device: The framework's device.
+        folder: Where a report of an out-of-memory error goes.
+    """
+    mesh = build_mesh(config.replicate_size, device.type)
+    return ZeroEngine(config, mesh, listeners=default_listeners("lightning", folder))
 
 
 def _move_metrics(module: nn.Module, device: torch.device) -> None:

@@ -210,7 +210,6 @@ class FabricStrategy(SavesState, AsyncSaveMixin, ProcessGroupMixin, _Base):  # t
                     device=self.root_device,
                 )
             self._engine = attach.new_engine(config, self.root_device)
-            self._engine.oom.loop = "lightning"
             self._announcement = Announcement(self._engine)
         by_hand = getattr(module, "automatic_optimization", True) is False
         attach.shard(
@@ -229,8 +228,8 @@ class FabricStrategy(SavesState, AsyncSaveMixin, ProcessGroupMixin, _Base):  # t
 
     def backward(self, tensor: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward and complete the gradients."""
-        explaining = nullcontext() if self._engine is None else self._engine.oom.explaining()
-        with explaining:
+        telling = nullcontext() if self._engine is None else self._engine.telling_errors()
+        with telling:
             super().backward(tensor, module, *args, **kwargs)
             if self._engine is not None and not self._in_window:
                 self._engine.after_backward()

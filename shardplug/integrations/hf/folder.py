@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
-from shardplug.checkpoint.foreign.folders import identify
+from shardplug.checkpoint.foreign.foreign_folders import identify
 from shardplug.checkpoint.foreign.safetensors_folder import check_weights_file, read_index
 from shardplug.checkpoint.format.safetensors_file import read_header
 from shardplug.errors import CheckpointError

@@ -194,9 +194,8 @@ class TrainerStrategy(RunsSteps, SaveMixin, LoadMixin, AsyncSaveMixin, ProcessGr
             self.precision_plugin.convert_module(module)
             if self._budget is not None:
                 config = automatic.decide(module, self._budget, config, self.root_device)
-            self._engine = attach.new_engine(config, self.root_device)
-            self._engine.oom.loop = "lightning"
-            self._engine.oom.write_into(module.trainer.default_root_dir)
+            folder = module.trainer.default_root_dir
+            self._engine = attach.new_engine(config, self.root_device, folder)
             if self._budget is None:  # zero_auto has said its plan
                 self._announcement = Announcement(self._engine, listens=False)
             self._shard(module)
@@ -272,7 +271,7 @@ class TrainerStrategy(RunsSteps, SaveMixin, LoadMixin, AsyncSaveMixin, ProcessGr
             _drop_unread_data(self.lightning_module.trainer)
         if self._engine is None:
             return
-        self._engine.oom.explain(exception)
+        self._engine.tell_error(exception)
         self._end_save_after(exception)
         try:
             self._engine.reset()

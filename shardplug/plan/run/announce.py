@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from shardplug.engine.engine import ZeroEngine
 from shardplug.plan.run.first_step_planner import FirstStepPlanner
 from shardplug.plan.run.run_plan import FirstStep
-from shardplug.plan.run.running import RunningEngine
 
 __all__ = ["PLAN_VARIABLE", "Announcement"]
 
@@ -29,7 +29,7 @@ class Announcement:
 
     def __init__(
         self,
-        engine: RunningEngine,
+        engine: ZeroEngine,
         *,
         accumulate: Callable[[], int] | None = None,
         listens: bool = True,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardplug.core.hooks import outside_of_graphs
+from shardplug.engine.engine import ZeroEngine
 from shardplug.plan.choices import gib
 from shardplug.plan.run.run_plan import OUTPUTS_HELD, FirstStep, RunPlan, RunPlanner
-from shardplug.plan.run.running import RunningEngine
 from shardplug.plan.run.throughput import BatchSize, batch_size_of
 
 __all__ = ["FirstStepPlanner", "StepCost", "plan_line"]
@@ -72,7 +72,7 @@ class FirstStepPlanner:
 
     def __init__(
         self,
-        engine: RunningEngine,
+        engine: ZeroEngine,
         plans: bool,
         on_plan: Callable[[RunPlan], None],
         *,

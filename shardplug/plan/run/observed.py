@@ -14,7 +14,7 @@ from shardplug.core._torch.tensors import tree_leaves, tree_map
 from shardplug.plan.choices import Choice, MemoryBudget
 from shardplug.plan.plan import Plan, plan
 from shardplug.plan.request import Loop
-from shardplug.plan.sizes.optimizers import OptimizerKind
+from shardplug.plan.sizes.optimizer_kinds import OptimizerKind
 from shardplug.plan.trace.meta_copy import NoCollectives
 from shardplug.plan.trace.placeholder_loss import loss_of
 

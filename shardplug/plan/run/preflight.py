@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import weakref
 
 import torch
 
 from shardplug.core._torch.tensors import local_tensor
+from shardplug.core.ranks.threads import warn_of_cores
+from shardplug.engine.engine import ZeroEngine
+from shardplug.engine.listener import EngineListener
 from shardplug.optim.blocks import Entry, lay_out
 from shardplug.plan.choices import GIB
 from shardplug.plan.sizes.optimizer_probe import likely_kind
@@ -15,7 +18,26 @@ from shardplug.process.limits import host_available
 from shardplug.tiers.host import HOST_BLOCK_BYTES
 from shardplug.tiers.protocol import BLOCK_BYTES, aligned
 
-__all__ = ["announce_state", "state_bytes"]
+__all__ = ["StartupReport", "announce_state", "state_bytes"]
+
+
+class StartupReport(EngineListener):
+    """Says at the start what offloaded state will take, and warns where ranks share cores."""
+
+    def __init__(self) -> None:
+        self._engine: weakref.ref[ZeroEngine] | None = None
+
+    def opened(self, engine: ZeroEngine) -> None:
+        """Warn of cores, where the CPU updates or computes."""
+        self._engine = weakref.ref(engine)
+        if engine.config.offload_optimizer != "none" or engine.device.type == "cpu":
+            warn_of_cores(os.environ)
+
+    def optimizer_bound(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say what its state will take of a tier."""
+        engine = None if self._engine is None else self._engine()
+        if engine is not None and engine.config.offload_optimizer != "none":
+            announce_state(engine, optimizer, engine.config.offload_optimizer)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, tier: str, *, pinned: bool) -> int:
@@ -46,7 +68,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, tier: str, *, pinned: bool) ->
     return sum(regions)
 
 
-def announce_state(engine: Any, optimizer: torch.optim.Optimizer, tier: str) -> None:
+def announce_state(engine: ZeroEngine, optimizer: torch.optim.Optimizer, tier: str) -> None:
     """Print once, on rank 0, what the state will take of this node.
 
     Args:

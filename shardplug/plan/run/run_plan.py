@@ -15,9 +15,9 @@ from torch import nn
 
 from shardplug.core._torch.tensors import tree_leaves
 from shardplug.core.precision import PLAIN_FORWARD, Precision
+from shardplug.engine.engine import ZeroEngine
 from shardplug.errors import ModelError
 from shardplug.plan.run.running import (
-    RunningEngine,
     optimizer_bytes,
     placed_as_sharded,
     setup_of,
@@ -159,7 +159,7 @@ class RunPlanner:
         first: The first micro-batch, which has not run yet.
     """
 
-    def __init__(self, engine: RunningEngine, first: FirstStep) -> None:
+    def __init__(self, engine: ZeroEngine, first: FirstStep) -> None:
         self._engine = engine
         self._first = first
         self._notes: list[str] = []

@@ -7,8 +7,8 @@ sharded with `child_units` are laid out as they train.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,49 +17,14 @@ from shardplug.config import ZeroConfig
 from shardplug.core._torch.groups import sharded_of_gathered, unit_groups
 from shardplug.core.precision import Precision
 from shardplug.core.stage import STAGES
+from shardplug.engine.engine import ZeroEngine
 from shardplug.errors import ModelError
 from shardplug.plan.sizes.layout import ROOT, Layout, ParameterPlan, Placed, UnitLayout
+from shardplug.plan.sizes.optimizer_kinds import OptimizerKind
 from shardplug.plan.sizes.optimizer_probe import kind_of
-from shardplug.plan.sizes.optimizers import OptimizerKind
 from shardplug.plan.timeline import Setup
 
-__all__ = ["RunningEngine", "optimizer_bytes", "placed_as_sharded", "setup_of", "trained_model"]
-
-
-class RunningEngine(Protocol):
-    """The part of `shardplug.ZeroEngine` that a plan of its run needs."""
-
-    config: ZeroConfig
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-
-    @property
-    def rank(self) -> int:
-        """Global rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def shard_size(self) -> int:
-        """Ranks that one copy of the parameters is spread over."""
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The sharded models."""
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The prepared optimizers."""
-
-    def add_phase_listener(self, fn: Callable[[str], None], /) -> None:
-        """Call `fn` with the phase's name at the end of each phase."""
-
-    def remove_phase_listener(self, fn: Callable[[str], None], /) -> None:
-        """Stop calling `fn`."""
+__all__ = ["optimizer_bytes", "placed_as_sharded", "setup_of", "trained_model"]
 
 
 def placed_as_sharded(model: nn.Module, config: ZeroConfig) -> Placed:
@@ -128,7 +93,7 @@ def _blocks(model: nn.Module, units: Sequence[nn.Module], config: ZeroConfig) ->
     return {u for u in units if u is not model and kinds.count(type(u)) > 1}
 
 
-def trained_model(engine: RunningEngine) -> nn.Module:
+def trained_model(engine: ZeroEngine) -> nn.Module:
     """Return the one model that optimizers train.
 
     Raises:
@@ -145,7 +110,7 @@ def trained_model(engine: RunningEngine) -> nn.Module:
 
 
 def setup_of(
-    engine: RunningEngine, *, shard: int, accumulate: int, grads_kept_through_forward: bool
+    engine: ZeroEngine, *, shard: int, accumulate: int, grads_kept_through_forward: bool
 ) -> Setup:
     """Return what a walk needs besides model and trace.
 
@@ -173,7 +138,7 @@ def setup_of(
     )
 
 
-def optimizer_bytes(engine: RunningEngine, placed: Placed, shard: int) -> int:
+def optimizer_bytes(engine: ZeroEngine, placed: Placed, shard: int) -> int:
     """Bytes of one shard's optimizer state, as each group's class keeps it.
 
     Parameters that no group holds have none, and those held by groups of different classes differ.
@@ -191,5 +156,5 @@ def optimizer_bytes(engine: RunningEngine, placed: Placed, shard: int) -> int:
     return total
 
 
-def _groups(engine: RunningEngine) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+def _groups(engine: ZeroEngine) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
     return [(o, group) for o in engine.optimizers for group in o.param_groups]

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardplug.core._torch.calls import uncompiled
 from shardplug.errors import OptimizerError
-from shardplug.plan.sizes.optimizers import OPTIMIZERS, OptimizerKind
+from shardplug.plan.sizes.optimizer_kinds import OPTIMIZERS, OptimizerKind
 from shardplug.plan.trace.meta_copy import NoCollectives
 
 __all__ = ["kind_of", "likely_kind"]

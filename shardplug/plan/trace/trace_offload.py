@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardplug.core.activations.offload import ActivationOffload
+from shardplug.core.activations.activation_offload import ActivationOffload
 from shardplug.core.activations.unit_hooks import follow_model
 from shardplug.plan.trace.recorder import Recorder
 from shardplug.plan.trace.trace_hooks import TraceSettings

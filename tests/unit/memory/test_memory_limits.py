@@ -60,8 +60,8 @@ class _Engine:
 
 def test_a_report_that_fails_hides_nothing(tmp_path: Path) -> None:
     engine = _Engine()
-    watch = OomWatch(engine)  # type: ignore[arg-type]
-    watch.write_into(tmp_path)
+    watch = OomWatch(folder=tmp_path)
+    watch.opened(engine)  # type: ignore[arg-type]
     written = io.StringIO()
     with redirect_stderr(written), pytest.raises(MemoryError) as caught, watch.explaining():
         raise MemoryError("no room")
@@ -72,8 +72,8 @@ def test_a_report_that_fails_hides_nothing(tmp_path: Path) -> None:
 
 
 def test_other_errors_are_left_alone(tmp_path: Path) -> None:
-    watch = OomWatch(_Engine())  # type: ignore[arg-type]
-    watch.write_into(tmp_path)
+    watch = OomWatch(folder=tmp_path)
+    watch.opened(_Engine())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="shapes"), watch.explaining():
         raise RuntimeError("shapes do not match")
     assert not list(tmp_path.iterdir())
@@ -87,11 +87,11 @@ def test_a_near_limit_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFix
             return {"master_shards": 2**20}
 
     engine = Quiet()
-    watch = OomWatch(engine)  # type: ignore[arg-type]
-    watch.write_into(tmp_path)
+    watch = OomWatch(folder=tmp_path)
+    watch.opened(engine)  # type: ignore[arg-type]
     watch._group = ControlGroup(_group(tmp_path / "group", 2**30 + 2**26))
     for _ in range(3):
-        watch.on_phase("after_forward")
+        watch.phase("after_forward")
     printed = capsys.readouterr().err
     assert printed.count("is close to running out of memory") == 1
     assert "master_shards" in (tmp_path / "memory_limit_near.txt").read_text()

@@ -9,7 +9,7 @@ import pytest
 from shardplug import ZeroConfig
 from shardplug.oom.remedies import Headroom, Remedy, remedies
 from shardplug.plan.run.observed import Call, Running
-from shardplug.plan.sizes.optimizers import OptimizerKind
+from shardplug.plan.sizes.optimizer_kinds import OptimizerKind
 from shardplug.plan.trace.meta_copy import meta_copy, shapes_of
 from shardplug.process.overhead import KEPT, RETURNED
 from tests.support.models import TinyLM, tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from shardplug.monitor.report import Report
+from shardplug.monitor.finding_report import Report
 
 __all__ = ["WandbAlerts", "WandbRun"]
 

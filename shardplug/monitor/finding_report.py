@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shardplug.checkpoint import ResumePoint
-from shardplug.monitor.config import Action
+from shardplug.monitor.monitor_config import Action
 from shardplug.monitor.row import StepRow
 
 __all__ = ["Alert", "Report", "Sink", "strongest"]

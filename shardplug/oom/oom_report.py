@@ -6,11 +6,9 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -21,11 +19,7 @@ from shardplug.plan.choices import Choice, gib
 from shardplug.plan.timeline import RESIDENT_KINDS, Point
 from shardplug.process.overhead import Used
 
-if TYPE_CHECKING:
-    from shardplug.oom.watch import OomWatch
-    from shardplug.plan.plan import Plan
-
-__all__ = ["OutOfMemory", "explained_oom", "is_out_of_memory", "oom_report", "place_of"]
+__all__ = ["OutOfMemory", "is_out_of_memory", "oom_report", "place_of"]
 
 _OTHER = "everything else"
 _SETTING_UP = "the set-up of the shards"
@@ -58,14 +52,6 @@ _REMEDIES = {
 }
 
 
-class _Watched(Protocol):
-    """The part of `shardplug.ZeroEngine` that is used here."""
-
-    @property
-    def oom(self) -> OomWatch:
-        """What explains its errors."""
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there was no room on a device or on the host.
 
@@ -82,36 +68,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "out of memory" in text or "can't allocate memory" in text
     )
-
-
-@contextmanager
-def explained_oom(
-    engine: _Watched,
-    folder: str | os.PathLike[str] = ".",
-    *,
-    plan: Plan | None = None,
-    running: Choice | None = None,
-) -> Iterator[None]:
-    """Explain an out-of-memory error of the code inside, and let it through.
-
-        with explained_oom(engine, "runs", plan=found, running=found.best):
-            train()
-
-    The engine and the adapters explain errors of forwards, backwards and steps without being
-    asked. This names the folder of the report (`out_of_memory.txt`), gives it a plan made
-    beforehand, and covers code outside of the steps too.
-
-    Args:
-        engine: The engine.
-        folder: Folder of the report.
-        plan: What was planned; without it, the engine plans from what it has seen.
-        running: The choice of the plan that runs.
-    """
-    watch = engine.oom
-    watch.write_into(folder)
-    watch.expect(plan, running)
-    with watch.explaining():
-        yield
 
 
 @dataclass(kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardplug.checkpoint.format.paths import shown
-from shardplug.checkpoint.state.names import listed
+from shardplug.checkpoint.format.safe_names import shown
+from shardplug.checkpoint.state.tensor_names import listed
 from shardplug.errors import CheckpointError
 
 __all__ = ["OWN_OPTIONS", "check_class", "check_option", "fitted_option", "match_groups"]
