@@ -48,6 +48,9 @@ _TRAINER_MODULES = (
 )
 """Modules in which names are replaced for Hugging Face's Trainer."""
 
+_ADAPTER = "shardplug.integrations.accelerate"
+_TAKEOVER = f"{_ADAPTER}.takeover"
+
 
 def install() -> None:
     """Register the presets as strategy strings, now or when a namespace is imported; idempotent."""
@@ -55,23 +58,23 @@ def install() -> None:
         module = sys.modules.get(name)
         if module is not None and hasattr(module, REGISTRIES[name][0]):
             _register(module)
-    if launched_with_shardplug() and any(name in sys.modules for name in _TRAINER_MODULES):
-        importlib.import_module(
-            "shardplug.integrations.accelerate"
-        )  # which takes over what is loaded
     if not any(isinstance(finder, _PostImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PostImport())
+    if launched_with_shardplug() and any(name in sys.modules for name in _TRAINER_MODULES):
+        importlib.import_module(_ADAPTER)
 
 
 def _after_import(module: ModuleType) -> None:
     if module.__name__ in REGISTRIES:
         _register(module)
-    elif launched_with_shardplug():
-        # Imported by shardplug.accelerate itself, it is taken over at the end of that import.
-        importlib.import_module("shardplug.integrations.accelerate")
-        takeover = sys.modules.get("shardplug.integrations.accelerate.takeover")
-        if takeover is not None:
-            takeover.adapt(module)
+    elif not launched_with_shardplug():
+        return
+    elif module.__name__ == _ADAPTER:
+        importlib.import_module(_TAKEOVER).take_over()
+    elif _TAKEOVER in sys.modules:
+        sys.modules[_TAKEOVER].adapt(module)
+    else:
+        importlib.import_module(_ADAPTER)  # after which all that is loaded is taken over
 
 
 def _register(module: ModuleType) -> None:
@@ -99,7 +102,7 @@ class _PostImport(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Find the module the ordinary way, with a loader that completes it afterwards."""
-        if fullname not in REGISTRIES and fullname not in _TRAINER_MODULES:
+        if fullname not in REGISTRIES and fullname not in (*_TRAINER_MODULES, _ADAPTER):
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):

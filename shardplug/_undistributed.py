@@ -24,7 +24,10 @@ MISSING = (
     "it with USE_DISTRIBUTED=1."
 )
 
-_HARMLESS = {"__main__", "_launch", "_registration", "_undistributed", "cli", "config", "errors"}
+_HARMLESS = {
+    *("__main__", "_launch", "_messages", "_registration", "_undistributed"),
+    *("cli", "config", "errors"),
+}
 
 
 class ZeroEngine:

@@ -89,6 +89,15 @@ class ZeroConfig:
     prefetch: int = 1
     """Units gathered, and their activations brought back, ahead of use; 0 waits for the use."""
 
+    watchdog: Literal["end", "report", "off"] = "end"
+    """What happens when a rank is lost: the job ends on all ranks, it is logged, or nothing."""
+
+    silence_seconds: float = 20.0
+    """The watchdog's limit for a rank that is stopped, or silent on another machine."""
+
+    stall_seconds: float | None = None
+    """Its limit for ranks that live but end no forward, backward or step; None is no limit."""
+
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (1, 2, 3):
             raise ConfigError(f"Expected stage 1, 2 or 3, got {self.stage!r}.")
@@ -141,6 +150,7 @@ class ZeroConfig:
                 "Expected activation_checkpointing to be true or false, "
                 f"got {self.activation_checkpointing!r}."
             )
+        self._check_watchdog()
         if self.units != "auto":
             if isinstance(self.units, str):
                 raise ConfigError(
@@ -169,6 +179,18 @@ class ZeroConfig:
                 f"offload_optimizer={self.offload_optimizer!r}: it says how much of what would be "
                 'in files stays in CPU memory. Set offload_optimizer="nvme", or leave it out.'
             )
+
+    def _check_watchdog(self) -> None:
+        kind: object = self.watchdog
+        if kind not in ("end", "report", "off"):
+            raise ConfigError(f'Expected watchdog "end", "report" or "off", got {kind!r}.')
+        for name in ("silence_seconds", "stall_seconds"):
+            value = getattr(self, name)
+            if value is None and name == "stall_seconds":
+                continue
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not 2 <= value < math.inf:
+                raise ConfigError(f"Expected {name} of 2 seconds or more, got {value!r}.")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> ZeroConfig:

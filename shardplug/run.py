@@ -106,9 +106,10 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"shardplug.run: {error}", file=sys.stderr)
         return 2
-    # Imported here, it puts the engine in place: this process was launched for it.
-    import shardplug.accelerate  # noqa: F401
+    # What is loaded already; the rest is replaced as it is imported.
+    from shardplug.integrations.accelerate.takeover import take_over
 
+    take_over()
     script.run()
     _leave_process_group()
     return 0

@@ -166,7 +166,6 @@ def _ranks(nodes: Nodes, arguments: list[str]) -> Iterator[subprocess.Popen[str]
                 "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
                 "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE,
-                "SHARDPLUG_HEARTBEAT_SECONDS": "0",
             }  # fmt: skip
             command = [*nodes.inside(node), sys.executable, __file__, *arguments, "--rank"]
             out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from os import PathLike
@@ -18,9 +19,9 @@ from shardplug.config import ZeroConfig
 from shardplug.core import grads
 from shardplug.core._torch.gradients import hooks_on
 from shardplug.core._torch.groups import lazy_init_root
-from shardplug.core._torch.patches import guard_partial_reads
+from shardplug.core._torch.patches import patch_for, unpatch_for
 from shardplug.core.activations.checkpointing import checkpoint_activations
-from shardplug.core.gathered.outside_use import refuse_mixed_use
+from shardplug.core.gathered.outside_use import refuse_mixed_scalar
 from shardplug.core.gathered.whole_parameters import traced
 from shardplug.core.mesh import build_mesh, check_mesh, current_device
 from shardplug.core.precision import Precision
@@ -108,8 +109,7 @@ class ZeroEngine:
             on_cpu=config.offload_params == "cpu",
         )
         drain_gloo_at_exit()
-        guard_partial_reads()
-        refuse_mixed_use()
+        patch_for(device_mesh, refuse_mixed_scalar)
         self._listeners = Listeners(listeners)
         self._offload = Offload(config, self.device, self._control)
         self._schedule = Schedule(self._sharding.stage)
@@ -126,6 +126,9 @@ class ZeroEngine:
         )
         self._gathering = Gathering(self._models, self._offload, device_mesh, self._control)
         self._background: Background | None = None
+        self._closed = False
+        # What hooks into models refers to the window, which may outlive the engine with them.
+        self._unpatch = weakref.finalize(self._window, unpatch_for, device_mesh)
         self._listeners.tell(EngineListener.opened, self)
 
     # ---------------------------------------------------------------- models and optimizers
@@ -453,6 +456,30 @@ class ZeroEngine:
                 sharded.reset()
             self._offload.reset()
             self._window.reset()
+
+    def close(self) -> None:
+        """Undo what the engine has changed in this process. Collective.
+
+        The save under way is waited for, tiers are closed and their files removed, listeners are
+        told. With the last engine of the process torch's own methods are back in their places.
+        Optimizers get their own methods back. Models stay sharded, for `state_dict` and the like,
+        and cannot be trained further.
+
+        Raises:
+            CheckpointError: On every rank, when the save under way failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait_for_save()
+        finally:
+            self._optimizers.release()
+            self._offload.close()
+            self._listeners.tell(EngineListener.closed)
+            self._unpatch()
+            if self._control is not dist.group.WORLD:
+                dist.destroy_process_group(self._control)
 
     # ---------------------------------------------------------------- memory
 

@@ -57,6 +57,9 @@ class EngineListener:
         One exception may be told several times.
         """
 
+    def closed(self) -> None:
+        """The engine is closed."""
+
 
 class Listeners:
     """The listeners of one engine.

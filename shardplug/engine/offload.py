@@ -111,6 +111,11 @@ class Offload:
         if self.parameter_tier is not None:
             self.parameter_tier.reset()
 
+    def close(self) -> None:
+        """Close the tiers, and remove their files."""
+        for tier in self.tiers:
+            tier.close()
+
     # ---------------------------------------------------------------- optimizers
 
     def stream(self, optimizer: torch.optim.Optimizer) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from shardplug.core.quantised import patch_compiled_step
 from shardplug.core.weights.late import UntrainedParameters
@@ -19,9 +20,12 @@ from shardplug.engine.models import ShardedModels
 from shardplug.engine.offload import Offload
 from shardplug.engine.window import Window
 from shardplug.errors import OptimizerError, ScheduleError
-from shardplug.optim import Binding, patch_matrix_optimizer, step_on_shards, try_on_copies
+from shardplug.optim import Binding, refuse_matrix_optimizer, step_on_shards, try_on_copies
 
 __all__ = ["Optimizers"]
+
+_REPLACED = ("step", "zero_grad", "train", "eval")
+"""Methods of an optimizer that are replaced on the object."""
 
 
 class Optimizers:
@@ -55,6 +59,9 @@ class Optimizers:
         self._control = control
         self._poll_save = poll_save
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._undo: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], None]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._untrained = UntrainedParameters()
         self.binding = Binding(lambda: models.resting_parameters, lambda: models.modules)
 
@@ -73,18 +80,27 @@ class Optimizers:
             )
         if not len(self._models):
             raise OptimizerError("Expected engine.shard(model) before prepare_optimizer().")
-        patch_matrix_optimizer(optimizer)
+        refuse_matrix_optimizer(optimizer)
         self.binding.bind(optimizer)
         if not any(p.requires_grad for m in self._models.modules for p in m.parameters()):
             raise OptimizerError(
                 "Expected a model with trainable parameters, got nothing to train: all are frozen "
                 "(requires_grad=False). Unfreeze some, or leave the optimizer out."
             )
+        own = {name: vars(optimizer).get(name) for name in _REPLACED}
         with self._listeners.telling_errors():
             self._listeners.tell(EngineListener.optimizer_bound, optimizer)
             self._make_step(optimizer)
-        self._follow(optimizer)
+        hooks = self._follow(optimizer)
+        self._undo[optimizer] = functools.partial(_put_back, weakref.ref(optimizer), own, hooks)
         self._optimizers.add(optimizer)
+
+    def release(self) -> None:
+        """Give all optimizers their own methods back."""
+        for undo in list(self._undo.values()):
+            undo()
+        self._undo.clear()
+        self._optimizers.clear()
 
     def _make_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Make `step` right for shards."""
@@ -94,12 +110,14 @@ class Optimizers:
             names = {id(p): n for m in self._models.modules for n, p in m.named_parameters()}
             try_on_copies(optimizer, names, self._mesh, self._control)
 
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def _follow(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         for name in ("train", "eval"):  # schedule-free optimizers exchange weights in them
             if callable(getattr(optimizer, name, None)):
                 setattr(optimizer, name, self._at_rest(getattr(optimizer, name)))
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         patch_compiled_step(optimizer)
         self._tell_errors_of_step(optimizer)
         optimizer.zero_grad = functools.partial(  # type: ignore[method-assign]
@@ -107,6 +125,7 @@ class Optimizers:
             optimizer.zero_grad,
             lambda: {id(p) for group in optimizer.param_groups for p in group["params"]},
         )
+        return hooks
 
     def _tell_errors_of_step(self, optimizer: torch.optim.Optimizer) -> None:
         inner, listeners = optimizer.step, self._listeners
@@ -193,3 +212,21 @@ class Optimizers:
         for sharded in self._models:
             sharded.rank_sync.note_missing_gradients()
         self._window.drop_gradients(only)
+
+
+def _put_back(
+    optimizer: weakref.ref[torch.optim.Optimizer],
+    own: Mapping[str, Any],
+    hooks: Sequence[RemovableHandle],
+) -> None:
+    """Give an optimizer that is alive the methods back that it had before it was prepared."""
+    for hook in hooks:
+        hook.remove()
+    known = optimizer()
+    if known is None:
+        return
+    for name, method in own.items():
+        if method is None:
+            vars(known).pop(name, None)
+        else:
+            setattr(known, name, method)

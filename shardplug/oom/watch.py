@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 import mmap
 import os
-import sys
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,11 @@ from shardplug.plan.trace.meta_copy import meta_copy, shapes_of
 from shardplug.process.limits import ControlGroup, headroom, host_available, process_limits
 from shardplug.process.memory_row import MODEL_STATE_KINDS
 from shardplug.process.overhead import KEPT, RETURNED, kept_share, used_by_process, used_now
+from shardplug.process.uncaught import watch_uncaught
 
 __all__ = ["OomWatch", "explained_oom"]
+
+_LOG = logging.getLogger("shardplug")
 
 REPORT = "out_of_memory.txt"
 WARNING = "memory_limit_near.txt"
@@ -84,6 +88,7 @@ class OomWatch(EngineListener):
         self._base: dict[str, int] = {}
         self._group = ControlGroup()
         self._warned = False
+        self._unhook: Callable[[], object] | None = None
         # Given back before a report, which needs room too; never touched, so it takes no memory.
         self._ballast: mmap.mmap | None = None
 
@@ -95,8 +100,14 @@ class OomWatch(EngineListener):
         if hasattr(mmap, "MAP_PRIVATE"):
             self._ballast = mmap.mmap(-1, _BALLAST, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._put_old_away()
-        _watched.add(self)
-        _hook_uncaught()
+        # Errors of code outside of the engine's calls, such as a plain backward, too.
+        unhook = watch_uncaught(before=functools.partial(_tell, weakref.ref(self)))
+        self._unhook = weakref.finalize(self, unhook)
+
+    def closed(self) -> None:
+        """Stop watching."""
+        if self._unhook is not None:
+            self._unhook()
 
     def _watched_engine(self) -> ZeroEngine | None:
         return None if self._engine is None else self._engine()
@@ -213,7 +224,7 @@ class OomWatch(EngineListener):
                 if error is not None:
                     file.write("".join(traceback.format_exception(error)))
             _add_note(error, f"shardplug: what was held and what to change: {path.absolute()}")
-        print(text, file=sys.stderr, flush=True)
+        _LOG.error(text)
 
     def _facts(self, engine: ZeroEngine, error: BaseException | None, limit: str) -> OutOfMemory:
         phase, module = place_of(None if error is None else error.__traceback__, engine.models)
@@ -408,6 +419,14 @@ def explained_oom(
         yield
 
 
+def _tell(watch: weakref.ref[OomWatch], error: BaseException) -> None:
+    """Tell a watch that is alive of an exception that nobody caught."""
+    known = watch()
+    if known is not None and isinstance(error, Exception):
+        advise(error)
+        known.error(error)
+
+
 def _asked_for(config: ZeroConfig, failure: OutOfMemory) -> dict[str, int]:
     """What the tier that refused was asked to hold."""
     return {f"optimizer_state_{config.offload_optimizer}": failure.requested}
@@ -430,33 +449,9 @@ def _free(path: str) -> int | None:
 
 
 def _add_note(error: BaseException | None, note: str) -> None:
-    """Add to an error's message; Python 3.10 has no notes, so it is printed there."""
+    """Add to an error's message; Python 3.10 has no notes, so it is logged there."""
     add = getattr(error, "add_note", None)
     if add is not None:
         add(note)
     else:
-        print(note, file=sys.stderr, flush=True)
-
-
-# ---------------------------------------------------------------- errors that no one catches
-
-_watched: weakref.WeakSet[OomWatch] = weakref.WeakSet()
-_hooked = False
-
-
-def _hook_uncaught() -> None:
-    """Explain errors of code outside of the engine's calls, such as a plain backward, too."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    before = sys.excepthook
-
-    def explain(kind: Any, error: BaseException, trace: Any) -> None:
-        for watch in list(_watched):
-            if isinstance(error, Exception):
-                advise(error)
-                watch.error(error)
-        before(kind, error, trace)
-
-    sys.excepthook = explain
+        _LOG.error(note)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from shardplug.core._torch.patches import orthogonalise_whole_matrices
 from shardplug.errors import OptimizerError
 
-__all__ = ["patch_matrix_optimizer"]
+__all__ = ["refuse_matrix_optimizer"]
 
 _FACTORED = frozenset({"transformers.optimization.Adafactor"})
 """Classes outside torch that keep means over rows and columns; named, as they are not imported."""
@@ -41,11 +40,11 @@ _NEVER: dict[str, tuple[str, str]] = {
 """Beginnings of modules with such classes outside torch: the reason, and what to do."""
 
 
-def patch_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer right for parameters whose rows are spread over the ranks, or refuse it.
+def refuse_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot train parameters whose rows are spread over the ranks.
 
     Args:
-        optimizer: The user's; all optimizers of its class are changed.
+        optimizer: The user's.
 
     Raises:
         OptimizerError: When its update needs means over whole matrices, all gradients as one
@@ -79,8 +78,6 @@ def patch_matrix_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "differentiable=True: steps on sharded parameters cannot be differentiated. Leave the "
             "option out."
         )
-    if isinstance(optimizer, torch.optim.Muon):
-        orthogonalise_whole_matrices()
 
 
 def _full_name(kind: type) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardplug._messages import show_messages
 from shardplug.config import ZeroConfig
 from shardplug.errors import ConfigError
 from shardplug.plan.choices import GIB, Choice, MemoryBudget, gib
@@ -30,6 +32,8 @@ __all__ = ["AUTO", "MEMORY_VARIABLE", "AutoBudget", "auto_config", "split_auto"]
 
 AUTO = "zero_auto"
 """The string that stands for a decision by the plan."""
+
+_LOG = logging.getLogger("shardplug")
 
 MEMORY_VARIABLE = "SHARDPLUG_DEVICE_MEMORY_GIB"
 """Memory of one rank in GiB, where an `AutoBudget` does not say."""
@@ -124,7 +128,7 @@ def auto_config(
 
         engine = ZeroEngine(auto_config(model, AutoBudget(device_memory_gib=24), batch=batch))
 
-    Rank 0 decides, and prints what it takes and why each faster choice fell.
+    Rank 0 decides, and logs what it takes and why each faster choice fell.
 
     Args:
         model: The model before it is sharded; it is left as it was.
@@ -159,7 +163,8 @@ def auto_config(
                 device,
             )
             outcome = [dataclasses.asdict(config), ""]
-            print(_explained(found, config), flush=True)
+            show_messages()
+            _LOG.info(_explained(found, config))
         except Exception as error:
             # Anything, so that no rank waits: it is raised on all of them below.
             outcome = [None, str(error) if isinstance(error, ConfigError) else repr(error)]

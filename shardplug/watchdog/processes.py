@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -56,11 +55,6 @@ class Process:
         if started != self.started:
             return "gone"
         return _STATES.get(letter, "lives")
-
-    def kill(self, seen_from: Process) -> None:
-        """End a process of this machine that cannot end itself, as it is stopped."""
-        if self.state(seen_from) == "stopped":
-            os.kill(self.pid, signal.SIGKILL)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host.partition(' ')[0]}"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 from shardplug.errors import ConfigError
 
 __all__ = ["Limits"]
-
-_SILENCE, _STALL = "SHARDPLUG_HEARTBEAT_SECONDS", "SHARDPLUG_STALL_SECONDS"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +18,8 @@ class Limits:
         ConfigError: For a limit below 2 seconds.
     """
 
-    silence_seconds: float | None = 20.0
-    """A process that is stopped, or silent on another machine, for this long; None: no watch."""
+    silence_seconds: float = 20.0
+    """A process that is stopped, or silent on another machine, for this long."""
 
     stall_seconds: float | None = None
     """A job whose ranks live but end no forward, backward or step for this long; None: never."""
@@ -43,22 +40,3 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not 2 <= value < math.inf:
                 raise ConfigError(f"Expected {name} of 2 seconds or more, or None, got {value!r}.")
-
-    @classmethod
-    def from_environment(cls) -> Limits:
-        """Read SHARDPLUG_HEARTBEAT_SECONDS (0: no watch) and SHARDPLUG_STALL_SECONDS (0: never).
-
-        Raises:
-            ConfigError: For a value that is not a number of seconds.
-        """
-        return cls(silence_seconds=_seconds(_SILENCE, 20.0), stall_seconds=_seconds(_STALL, None))
-
-
-def _seconds(name: str, default: float | None) -> float | None:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    try:
-        return float(text) or None
-    except ValueError:
-        raise ConfigError(f"Expected {name} to be seconds, 0 for none, got {text!r}.") from None

@@ -11,6 +11,7 @@ by all in their next round, and ends all of them.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import sysconfig
@@ -27,6 +28,8 @@ from shardplug.watchdog.processes import Process
 from shardplug.watchdog.stall_limits import Limits
 
 __all__ = ["Watcher"]
+
+_LOG = logging.getLogger("shardplug")
 
 _KEY = "shardplug-heartbeat"
 _EXIT_CODE = 1
@@ -45,6 +48,7 @@ class Watcher:
         limits: How long a silence is borne.
         name: The same on all ranks, and no other attempt's: a launcher that restarts the job may
             keep the store, and with it the verdict that ended the attempt before.
+        only_reports: Whether the end of the job is logged, and no process is ended.
         end: Ends the process; for tests.
         clean_up: Called before that.
         clock: Seconds since some moment, by which silences are measured; for tests.
@@ -57,11 +61,12 @@ class Watcher:
         world_size: int,
         limits: Limits,
         name: str = "",
+        *,
+        only_reports: bool = False,
         end: Callable[[int], Any] = os._exit,
         clean_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert limits.silence_seconds is not None
         self.store = store
         self.pid = os.getpid()
         self.progress = 0
@@ -72,6 +77,7 @@ class Watcher:
         self._name = name
         self._silence = limits.silence_seconds
         self._pause = min(1.0, self._silence / 20)
+        self._only_reports = only_reports
         self._end_process = end
         self._clean_up = clean_up
         self._clock = clock
@@ -132,7 +138,7 @@ class Watcher:
         self._send("verdict", cause)
         if lost:  # who is gone may have been ended, for what another rank had found first
             cause = self._verdict or cause
-            print(f"shardplug: first cause: {cause}", file=sys.stderr, flush=True)
+            _LOG.error("First cause: %s", cause)
 
     def leave(self) -> None:
         """Stop beating; where the store is in this process, others may have to hear of it."""
@@ -266,9 +272,9 @@ class Watcher:
                 self._moved = (self.progress, now)
             elif self._noticed != self.progress and still > self._notice_after():
                 self._noticed = self.progress
-                print(self._describe_place(still), file=sys.stderr, flush=True)
+                _LOG.warning(self._describe_place(still))
             elif stall is not None and self.progress and still > stall:
-                self._send("verdict", f"{self._describe_stall(still)} (SHARDPLUG_STALL_SECONDS)")
+                self._send("verdict", f"{self._describe_stall(still)} (stall_seconds)")
                 self._ended.wait(self._limits.grace_seconds)
 
     def _notice_after(self) -> float:
@@ -323,14 +329,16 @@ class Watcher:
         self._verdict = self._verdict or cause
         if self._raised:  # its own exception is on its way out
             self._ended.wait(self._limits.grace_seconds)
+        if self._only_reports:
+            _LOG.error("Rank %d: the job cannot go on. First cause: %s", self._rank, cause)
+            self._ended.set()
+            return
         stack = _main_stack()
-        words = f"shardplug: rank {self._rank} is ended, as the job is. First cause: {cause}\n"
+        words = f"Rank {self._rank} is ended, as the job is. First cause: {cause}"
         if stack and not self._leaving:  # else it waits in leave(), which says nothing
             lines = "".join(traceback.format_list(stack[-8:]))
-            words += f"shardplug: rank {self._rank} was at\n{lines}\n"
-        print(words, end="", file=sys.stderr, flush=True)
-        for process in self._others.values():
-            process.kill(self._own)  # a stopped one would stay behind, and hold its memory
+            words += f"\nRank {self._rank} was at\n{lines}"
+        _LOG.error(words)
         self._clean_up()
         self._end_process(_EXIT_CODE)
         self._ended.set()
@@ -365,9 +373,9 @@ class Watcher:
         frames = (f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in shown[-_FRAMES:])
         place = " > ".join(frames)
         return (
-            f"shardplug: {self._describe_stall(seconds)}. It is at {place}. If this is no long "
+            f"{self._describe_stall(seconds)}. It is at {place}. If this is no long "
             "load, evaluation or save, the ranks wait for each other: a call that belongs on every "
-            "rank was made on some. SHARDPLUG_STALL_SECONDS=1800 ends a job that stands so long."
+            "rank was made on some. The option stall_seconds=1800 ends a job that stands so long."
         )
 
     def _key(self, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from shardplug.memory import (
     RunPlan,
     read_jsonl,
 )
-from shardplug.plan.run.announce import PLAN_VARIABLE
 from shardplug.plan.run.run_plan import RunPlanner, predicted_phases
 from tests.adapters.accelerate.common import accelerator, loader, samples, seeded_model
 from tests.support.models import TinyLM, lm_loss, tokens
@@ -186,12 +185,13 @@ def _lightning_with_a_curve(folder: Path) -> None:
 
 def _lines(host: Any, folder: Path, switch: str) -> list[str]:
     printed = io.StringIO()
-    os.environ[PLAN_VARIABLE] = switch
+    logger = logging.getLogger("shardplug")
+    logger.setLevel(logging.WARNING if switch == "off" else logging.NOTSET)
     try:
         with contextlib.redirect_stdout(printed):
             host(folder)
     finally:
-        del os.environ[PLAN_VARIABLE]
+        logger.setLevel(logging.NOTSET)
     return [line for line in printed.getvalue().splitlines() if "planned peak" in line]
 
 

@@ -560,7 +560,7 @@ def _square(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
 def _torchs_own_collectives(stage: int, replicas: int) -> str:
     """The path of GPUs, on CPU ranks: nothing is compared until the window's end."""
     own = functools.partial(RankSync, direct=False)
-    with mock.patch("shardplug.engine.Agreement", own):
+    with mock.patch("shardplug.engine.models.RankSync", own):
         model = _EqualBlocks()
         options = {"units": ("Linear",), "prefetch": 0, "replicate_size": replicas}
         run = _Run(stage, model, **options)

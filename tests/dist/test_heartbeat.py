@@ -22,7 +22,7 @@ from tests.support.pool import RankPool
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _meet() -> ZeroEngine:
+def meet() -> None:
     """Meet in a TCPStore, which ranks of the pool do not."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     server = None
@@ -37,18 +37,25 @@ def _meet() -> ZeroEngine:
     store.wait([f"met/{other}" for other in range(world_size)])
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    assert watchdog.start(Limits(silence_seconds=2.0, grace_seconds=1.0))
-    return ZeroEngine(ZeroConfig(stage=3), listeners=[watchdog.Watchdog()])
+
+
+def _watched() -> ZeroEngine:
+    meet()
+    config = ZeroConfig(stage=3)
+    assert watchdog.start(config, Limits(silence_seconds=2.0, grace_seconds=1.0))
+    return ZeroEngine(config, listeners=[watchdog.Watchdog()])
 
 
 def _train(out: str, fault: str, who: int) -> None:
-    engine = _meet()
+    engine = _watched()
     sys.stderr = open(f"{out}/{engine.rank}", "w", buffering=1)  # noqa: SIM115
     model = engine.shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
     optimizer = engine.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(10**6):
         if step == 30 and engine.rank == who:
             if fault == "stop":
+                # As a launcher does once the job has ended: no rank ends another one.
+                subprocess.Popen(["sh", "-c", f"sleep 10; kill -9 {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -81,7 +88,7 @@ def test_every_rank_ends(pool: RankPool, tmp_path: Path, fault: str, who: int) -
     }
     assert f"First cause: rank {who}" in text
     assert cause[fault] in text
-    assert f"rank {1 - who} was at" in text
+    assert f"Rank {1 - who} was at" in text
 
 
 SCRIPT = """
@@ -106,9 +113,10 @@ class Callback(pl.Callback):
     def on_train_batch_end(self, trainer, module, *rest):
         if fault == "callback" and trainer.global_step == 20 and trainer.global_rank == 1:
             raise ValueError("the first cause")
+strategy = shardplug.lightning.ZeroStrategy(silence_seconds=3)
 loader = torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=int(fault == "loader"))
 pl.Trainer(
-    accelerator="cpu", devices=2, strategy="zero3", max_steps=100000, logger=False,
+    accelerator="cpu", devices=2, strategy=strategy, max_steps=100000, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, callbacks=[Callback()],
     use_distributed_sampler=True,
 ).fit(Module(), loader)
@@ -122,18 +130,23 @@ pl.Trainer(
 def test_every_rank_ends_under_lightnings_launcher(tmp_path: Path, fault: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(fault=fault))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "SHARDPLUG_HEARTBEAT_SECONDS": "3"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=80,
-    )
-    assert done.returncode != 0
+    errors = tmp_path / "errors"
+    with errors.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=stream,
+            start_new_session=True,
+        )
+        try:
+            assert process.wait(80) != 0
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # a stopped rank is left to its launcher
     cause = "is stopped (SIGSTOP" if fault == "stop" else "ValueError: the first cause"
-    assert cause in done.stderr, done.stderr[-3000:]
-    assert "shardplug: rank" in done.stderr
+    assert cause in errors.read_text(), errors.read_text()[-3000:]
+    assert "shardplug: Rank" in errors.read_text()
     assert _processes_of(script) == []
 
 

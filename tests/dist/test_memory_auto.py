@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardplug import ConfigError, ZeroConfig, ZeroEngine
+from shardplug import ConfigError, ZeroConfig, ZeroEngine, default_listeners
 from shardplug.memory import AutoBudget, CountedAllocations, auto_config
 from tests.support.models import TinyLM, lm_loss, tokens
 from tests.support.pool import RankPool
@@ -112,7 +112,8 @@ def test_a_budget_is_checked() -> None:
 def _offloaded(tier: str, folder: str) -> tuple[str, int]:
     said = io.StringIO()
     engine = ZeroEngine(
-        ZeroConfig(stage=2, offload_optimizer=tier, nvme_path=folder if tier == "nvme" else None)  # type: ignore[arg-type]
+        ZeroConfig(stage=2, offload_optimizer=tier, nvme_path=folder if tier == "nvme" else None),  # type: ignore[arg-type]
+        listeners=default_listeners(),
     )
     model = engine.shard(_build())
     with contextlib.redirect_stdout(said):

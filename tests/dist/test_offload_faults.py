@@ -215,7 +215,7 @@ def at_set_up(root: str) -> None:
     with raises_everywhere(ConfigError, "nvme_path", PATH_VARIABLE, 'offload_optimizer="nvme"'):
         ZeroEngine(ZeroConfig(offload_optimizer="nvme"))
     os.environ[PATH_VARIABLE] = missing
-    tier = ZeroEngine(ZeroConfig(offload_optimizer="nvme"))._tier
+    tier = ZeroEngine(ZeroConfig(offload_optimizer="nvme"))._offload.optimizer_tier
     assert tier is not None and str(tier.path).startswith(missing)  # type: ignore[attr-defined]
 
 

@@ -82,7 +82,7 @@ def parity(root: str) -> None:
             assert books["optimizer_state_cpu"] + books["optimizer_state_nvme"] == everything
             # The budget holds, and is used but for less than one block.
             assert books["optimizer_state_cpu"] <= budget
-            assert ours[0]._tier.near_bytes <= budget  # type: ignore[union-attr]
+            assert ours[0]._offload.optimizer_tier.near_bytes <= budget  # type: ignore[union-attr]
             assert books["optimizer_state_cpu"] > budget - SMALL
             # What is in memory is not moved.
             traffic = ours[0].traffic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import sys
+import logging
 import threading
 import warnings
 from collections.abc import Callable
@@ -142,4 +142,4 @@ class Background:
 
 def _report_unseen(failures: list[CheckpointError]) -> None:
     for failure in failures:
-        print(f"shardplug: {failure}", file=sys.stderr)
+        logging.getLogger("shardplug").error(failure)

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardplug.core._torch.groups import CONVERT_BEFORE, label_of
-from shardplug.core._torch.tensors import ShardNotes, TensorWithoutMemory
+from shardplug.core._torch.tensors import TensorWithoutMemory
 from shardplug.errors import ModelError
 
-__all__ = ["assign_data", "keep_shard_elsewhere", "layout_of_shard"]
-
-_ASSIGNED = ShardNotes()
-"""What takes over a tensor that is assigned to `parameter.data`."""
-
-
-def assign_data(param: Any, take: Callable[[torch.Tensor], None]) -> None:
-    """Let `parameter.data = tensor` call `take(tensor)` for the shard of one of FSDP2's parameters.
-
-    torch would exchange what a DTensor seems to be, and leave its local part as it was.
-    """
-    _ASSIGNED.set(param, take)
-    if "data" in vars(DTensor):
-        return
-    plain: Any = torch.Tensor.data
-
-    def assign(self: DTensor, value: torch.Tensor) -> None:
-        found = _ASSIGNED.get(self)
-        if found is None:
-            plain.__set__(self, value)
-        else:
-            found(value)
-
-    DTensor.data = property(plain.__get__, assign)  # type: ignore[assignment]
+__all__ = ["keep_shard_elsewhere", "layout_of_shard"]
 
 
 def layout_of_shard(param: Any) -> tuple[nn.Parameter, torch.Size, torch.dtype]:

@@ -23,7 +23,7 @@ from shardplug.core._torch.groups import (
     renew_shard,
     unit_groups,
 )
-from shardplug.core._torch.offloaded import assign_data
+from shardplug.core._torch.patches import assign_data
 from shardplug.core._torch.resharding import forget_gather, pause_resets, run_before_loading
 from shardplug.core._torch.tensors import laid_out_like, local_tensor
 from shardplug.core.gathered.fingerprint import same_bits

@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from shardplug.core._torch.gradients import current_backward
 from shardplug.core._torch.groups import named_managed_parameters, parameters_of_fsdp
-from shardplug.core._torch.patches import before_mixed_scalars
 from shardplug.core._torch.tensors import ShardNotes
 from shardplug.errors import ScheduleError
 
-__all__ = ["advise", "note_names", "note_own_gradient", "refuse_mixed_use"]
+__all__ = ["advise", "note_names", "note_own_gradient", "refuse_mixed_scalar"]
 
 _names = ShardNotes()
 """Names of the sharded parameters of all engines."""
@@ -52,14 +51,14 @@ def note_own_gradient(parameter: torch.Tensor) -> None:
     _own_gradients[1].append(_names.get(parameter))
 
 
-def refuse_mixed_use() -> None:
-    """Refuse losses to which a plain tensor and a shard contribute, naming the parameters."""
+def refuse_mixed_scalar(tensors: Iterable[Any], operation: str) -> None:
+    """Refuse a loss to which a plain tensor and a shard contribute.
 
-    def refuse(tensors: Iterable[Any], operation: str) -> None:
-        if names := _origins_of(tensors):
-            raise ScheduleError(f"{_used_as_shard(names)} {_ADVICE} ({operation})")
-
-    before_mixed_scalars(refuse)
+    Raises:
+        ScheduleError: Naming the parameters, where tensors were computed from some.
+    """
+    if names := _origins_of(tensors):
+        raise ScheduleError(f"{_used_as_shard(names)} {_ADVICE} ({operation})")
 
 
 def _used_as_shard(names: list[str]) -> str:

@@ -8,12 +8,7 @@ The stage is written in the YAML given to `accelerate launch` (`fsdp_sharding_st
 as `accelerate launch --config_file zero3.yaml -m shardplug.run script.py`.
 """
 
-from shardplug._launch import launched_with_shardplug as _launched_with_shardplug
 from shardplug.integrations.accelerate.accelerator import Accelerator
 from shardplug.integrations.accelerate.monitoring import make_monitor
-from shardplug.integrations.accelerate.takeover import take_over as _take_over
 
 __all__ = ["Accelerator", "make_monitor"]
-
-if _launched_with_shardplug():
-    _take_over()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 
+from shardplug._messages import show_messages
 from shardplug.config import ZeroConfig
 from shardplug.core.mesh import build_mesh
 from shardplug.engine import ZeroEngine
@@ -91,7 +93,9 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
         self._unsharded_optimizers: list[torch.optim.Optimizer] = []
         self._expected: list[Any] = []
         self._no_sync_depth = 0
-        self.print(f"shardplug: {self._description()}", flush=True)
+        show_messages()
+        if self.is_main_process:
+            logging.getLogger("shardplug").info(self._description())
 
     @property
     def engine(self) -> ZeroEngine:

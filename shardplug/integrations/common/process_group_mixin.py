@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplug import watchdog as watchdog
+from shardplug import watchdog
+from shardplug._messages import show_messages
 from shardplug.config import ZeroConfig
 from shardplug.engine import ZeroEngine
 from shardplug.errors import ConfigError
@@ -142,7 +143,8 @@ class ProcessGroupMixin:
             timeout=self._timeout,
         )
         self._meeting.prepare()
-        watchdog.start()
+        show_messages()
+        watchdog.start(self.config)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -50,6 +50,10 @@ class FabricStrategy(SavesState, AsyncSaveMixin, ProcessGroupMixin, _Base):  # t
         activation_checkpointing: Recompute activations of the repeated blocks in the backward.
         offload_activations: Where activations wait for the backward: "none" or "cpu".
         prefetch: Units gathered ahead of their use.
+        watchdog: What happens when a rank is lost: the job ends on all ranks ("end"), it is logged
+            ("report"), or nothing ("off").
+        silence_seconds: Limit for a rank that is stopped, or silent on another machine.
+        stall_seconds: Limit for ranks that live but end no forward, backward or step.
         async_save: `fabric.save` copies the shards into CPU memory and returns; they are written
             while training goes on. A failure is raised on every rank by the optimizer step, save
             or load that comes next. Call `fabric.strategy.wait_for_save()` at the end.
@@ -80,6 +84,9 @@ class FabricStrategy(SavesState, AsyncSaveMixin, ProcessGroupMixin, _Base):  # t
         activation_checkpointing: bool = False,
         offload_activations: Literal["none", "cpu"] = "none",
         prefetch: int = 1,
+        watchdog: Literal["end", "report", "off"] = "end",
+        silence_seconds: float = 20.0,
+        stall_seconds: float | None = None,
         async_save: bool = False,
         load_rename: Mapping[str, str] | None = None,
         budget: AutoBudget | Mapping[str, Any] | None = None,
@@ -101,6 +108,9 @@ class FabricStrategy(SavesState, AsyncSaveMixin, ProcessGroupMixin, _Base):  # t
                 "activation_checkpointing": activation_checkpointing,
                 "offload_activations": offload_activations,
                 "prefetch": prefetch,
+                "watchdog": watchdog,
+                "silence_seconds": silence_seconds,
+                "stall_seconds": stall_seconds,
                 **unknown,
             }
         )

@@ -66,6 +66,10 @@ class TrainerStrategy(RunsSteps, SaveMixin, LoadMixin, AsyncSaveMixin, ProcessGr
         activation_checkpointing: Recompute activations of the repeated blocks in the backward.
         offload_activations: Where activations wait for the backward: "none" or "cpu".
         prefetch: Units gathered ahead of their use.
+        watchdog: What happens when a rank is lost: the job ends on all ranks ("end"), it is logged
+            ("report"), or nothing ("off").
+        silence_seconds: Limit for a rank that is stopped, or silent on another machine.
+        stall_seconds: Limit for ranks that live but end no forward, backward or step.
         async_save: Copy the shards into CPU memory and train on while a checkpoint is written; one
             that cannot be written ends the training. `fit` returns when the last is on disk.
         load_rename: New names of parameters, buffers or whole modules, by those in the checkpoint
@@ -98,6 +102,9 @@ class TrainerStrategy(RunsSteps, SaveMixin, LoadMixin, AsyncSaveMixin, ProcessGr
         activation_checkpointing: bool = False,
         offload_activations: Literal["none", "cpu"] = "none",
         prefetch: int = 1,
+        watchdog: Literal["end", "report", "off"] = "end",
+        silence_seconds: float = 20.0,
+        stall_seconds: float | None = None,
         async_save: bool = False,
         load_rename: Mapping[str, str] | None = None,
         budget: AutoBudget | Mapping[str, Any] | None = None,
@@ -119,6 +126,9 @@ class TrainerStrategy(RunsSteps, SaveMixin, LoadMixin, AsyncSaveMixin, ProcessGr
                 "activation_checkpointing": activation_checkpointing,
                 "offload_activations": offload_activations,
                 "prefetch": prefetch,
+                "watchdog": watchdog,
+                "silence_seconds": silence_seconds,
+                "stall_seconds": stall_seconds,
                 **unknown,
             }
         )

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable
 
 from shardplug.engine.engine import ZeroEngine
 from shardplug.plan.run.first_step_planner import FirstStepPlanner
 from shardplug.plan.run.run_plan import FirstStep
 
-__all__ = ["PLAN_VARIABLE", "Announcement"]
+__all__ = ["Announcement"]
 
-PLAN_VARIABLE = "SHARDPLUG_PLAN"
-"""Set to "off", it keeps runs without a memory curve from being planned."""
+_LOG = logging.getLogger("shardplug")
 
 
 class Announcement:
-    """Plans a run at its first micro-batch and prints the plan on rank 0, unless others do.
+    """Plans a run at its first micro-batch and logs the plan on rank 0, unless others do.
 
-    A `MemoryTracker` or `MemoryCurve` plans, and prints the same line, in its place. Nothing is
-    collective, and a failure is said, not raised.
+    A `MemoryTracker` or `MemoryCurve` plans, and logs the same line, in its place. A run is not
+    planned where the logger "shardplug" takes no INFO. Nothing is collective, and a failure is
+    said, not raised.
 
     Args:
         engine: The engine, before its first step.
@@ -37,14 +37,14 @@ class Announcement:
         self._engine = engine
         self._listens = listens
         self._foresight: FirstStepPlanner | None = None
-        if engine.rank == 0 and os.environ.get(PLAN_VARIABLE, "").lower() != "off":
+        if engine.rank == 0 and _LOG.isEnabledFor(logging.INFO):
             self._foresight = FirstStepPlanner(
                 engine,
                 True,
                 lambda plan: None,
                 accumulate=accumulate,
                 yields=True,
-                say=lambda text: print(f"shardplug: {text}", flush=True),
+                say=_LOG.info,
             )
             engine.add_phase_listener(self._on_phase)
 

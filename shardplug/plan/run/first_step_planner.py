@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 import weakref
@@ -20,6 +21,8 @@ from shardplug.plan.run.run_plan import OUTPUTS_HELD, FirstStep, RunPlan, RunPla
 from shardplug.plan.run.throughput import BatchSize, batch_size_of
 
 __all__ = ["FirstStepPlanner", "StepCost", "plan_line"]
+
+_LOG = logging.getLogger("shardplug")
 
 
 _seen_to: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -165,7 +168,7 @@ class FirstStepPlanner:
     def _take(self, plan: RunPlan) -> None:
         again = "" if self.plan is None else "; replaces the line above: the first step had them"
         self.plan = plan
-        print(f"shardplug: {plan_line(plan)}{again}", flush=True)
+        _LOG.info("%s%s", plan_line(plan), again)
         self._on_plan(plan)
 
     def count(self, batch: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 
 import torch
 
+from shardplug._messages import hide_messages, show_messages
 from shardplug.core._torch.tensors import local_tensor
 from shardplug.core.ranks.threads import warn_of_cores
 from shardplug.engine.engine import ZeroEngine
@@ -20,6 +22,12 @@ from shardplug.tiers.protocol import BLOCK_BYTES, aligned
 
 __all__ = ["StartupReport", "announce_state", "state_bytes"]
 
+_LOG = logging.getLogger("shardplug")
+
+
+_reporting: weakref.WeakSet[StartupReport] = weakref.WeakSet()
+"""Those of engines that are open."""
+
 
 class StartupReport(EngineListener):
     """Says at the start what offloaded state will take, and warns where ranks share cores."""
@@ -28,10 +36,18 @@ class StartupReport(EngineListener):
         self._engine: weakref.ref[ZeroEngine] | None = None
 
     def opened(self, engine: ZeroEngine) -> None:
-        """Warn of cores, where the CPU updates or computes."""
+        """Show messages where logging is not configured; warn of cores, where the CPU computes."""
         self._engine = weakref.ref(engine)
+        _reporting.add(self)
+        show_messages()
         if engine.config.offload_optimizer != "none" or engine.device.type == "cpu":
             warn_of_cores(os.environ)
+
+    def closed(self) -> None:
+        """With the last engine, show messages no more."""
+        _reporting.discard(self)
+        if not _reporting:
+            hide_messages()
 
     def optimizer_bound(self, optimizer: torch.optim.Optimizer) -> None:
         """Say what its state will take of a tier."""
@@ -69,7 +85,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, tier: str, *, pinned: bool) ->
 
 
 def announce_state(engine: ZeroEngine, optimizer: torch.optim.Optimizer, tier: str) -> None:
-    """Print once, on rank 0, what the state will take of this node.
+    """Log once, on rank 0, what the state will take of this node.
 
     Args:
         engine: The engine; rank 0 has the largest shards.
@@ -81,7 +97,7 @@ def announce_state(engine: ZeroEngine, optimizer: torch.optim.Optimizer, tier: s
     local = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
     size = local * state_bytes(optimizer, tier, pinned=engine.device.type != "cpu")
     place = "in files" if tier == "nvme" else "in CPU memory"
-    words = f"shardplug: optimizer state {place}: about {size / GIB:.3g} GiB ({size} bytes) on "
+    words = f"optimizer state {place}: about {size / GIB:.3g} GiB ({size} bytes) on "
     words += f"this node, of {local} ranks"
     available = host_available()
     if tier == "cpu" and available is not None:
@@ -92,4 +108,4 @@ def announce_state(engine: ZeroEngine, optimizer: torch.optim.Optimizer, tier: s
         books = engine.memory()
         beside = local * (2 * books["master_shards_nvme"] + books["compute_copies_nvme"])
         words += f"; parameters and gradients in files: about {beside / GIB:.3g} GiB"
-    print(words, flush=True)
+    _LOG.info(words)

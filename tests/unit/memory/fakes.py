@@ -15,6 +15,7 @@ class FakeEngine:
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.device = torch.device("cpu")
+        self.models: list[torch.nn.Module] = []
         self.rank = rank
         self.world_size = world_size
         self.config = SimpleNamespace(stage=3)

@@ -34,6 +34,11 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _curve(namespace: str) -> Any:
+    """A curve without a plan, for which a stand-in for the engine has too little."""
+    return make_memory_curve(namespace)(plan=None)
+
+
 @pytest.fixture(params=NAMESPACES)
 def namespace(request: pytest.FixtureRequest) -> str:
     for name in (request.param, "wandb"):
@@ -95,7 +100,7 @@ def test_fit_writes_rows_picture_and_the_loggers_run(
     monkeypatch.setenv("WANDB_SILENT", "true")
     loggers = importlib.import_module(f"{namespace}.loggers")
     logger = loggers.WandbLogger(project="memory", save_dir=tmp_path, offline=True)
-    engine, curve = FakeEngine(), make_memory_curve(namespace)()
+    engine, curve = FakeEngine(), _curve(namespace)
     trainer = _trainer(
         namespace,
         tmp_path,
@@ -128,12 +133,20 @@ def test_fit_writes_rows_picture_and_the_loggers_run(
 def test_resumed_fit_continues_the_file(namespace: str, tmp_path: Path) -> None:
     engine = FakeEngine()
     first = _trainer(
-        namespace, tmp_path, engine, callbacks=[make_memory_curve(namespace)()], max_epochs=1
+        namespace,
+        tmp_path,
+        engine,
+        callbacks=[make_memory_curve(namespace)(plan=None)],
+        max_epochs=1,
     )
     first.fit(_module(namespace, engine))
     first.save_checkpoint(tmp_path / "one.ckpt")
     again = _trainer(
-        namespace, tmp_path, engine, callbacks=[make_memory_curve(namespace)()], max_epochs=2
+        namespace,
+        tmp_path,
+        engine,
+        callbacks=[make_memory_curve(namespace)(plan=None)],
+        max_epochs=2,
     )
     again.fit(_module(namespace, engine), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
     lines = (tmp_path / "memory" / "memory.jsonl").read_text().splitlines()
@@ -144,7 +157,7 @@ def test_resumed_fit_continues_the_file(namespace: str, tmp_path: Path) -> None:
 
 def test_an_exception_keeps_what_was_recorded(namespace: str, tmp_path: Path) -> None:
     engine = FakeEngine()
-    curve = make_memory_curve(namespace)(folder=tmp_path / "here", log=False)
+    curve = make_memory_curve(namespace)(plan=None, folder=tmp_path / "here", log=False)
     trainer = _trainer(namespace, tmp_path, engine, callbacks=[curve], max_epochs=1)
     with pytest.raises(RuntimeError, match="failed on purpose"):
         trainer.fit(_module(namespace, engine, fail_at=2))
@@ -158,14 +171,14 @@ def test_an_exception_keeps_what_was_recorded(namespace: str, tmp_path: Path) ->
 
 
 def test_another_strategy_is_refused_by_name(namespace: str, tmp_path: Path) -> None:
-    curve = make_memory_curve(namespace)()
+    curve = make_memory_curve(namespace)(plan=None)
     trainer = _trainer(namespace, tmp_path, None, callbacks=[curve], max_epochs=1)
     with pytest.raises(ConfigError, match=r"got SingleDeviceStrategy; use Trainer\(strategy="):
         trainer.fit(_module(namespace, FakeEngine()))
 
 
 def test_a_remote_default_folder_is_refused(namespace: str, tmp_path: Path) -> None:
-    curve = make_memory_curve(namespace)()
+    curve = make_memory_curve(namespace)(plan=None)
     trainer = _trainer(namespace, tmp_path, FakeEngine(), callbacks=[curve])
     trainer._default_root_dir = "s3://bucket/run"
     with pytest.raises(ConfigError, match="Expected a local folder .* got 's3://bucket/run'"):

@@ -79,7 +79,7 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_near_limit_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_near_limit_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "group").mkdir()
 
     class Quiet(_Engine):
@@ -92,7 +92,7 @@ def test_a_near_limit_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFix
     watch._group = ControlGroup(_group(tmp_path / "group", 2**30 + 2**26))
     for _ in range(3):
         watch.phase("after_forward")
-    printed = capsys.readouterr().err
+    printed = caplog.text
     assert printed.count("is close to running out of memory") == 1
     assert "master_shards" in (tmp_path / "memory_limit_near.txt").read_text()
 

@@ -24,7 +24,7 @@ from tests.support.models import TinyLM
 
 
 @pytest.fixture(scope="module")
-def simulate_step() -> MemoryTimeline:
+def timeline() -> MemoryTimeline:
     found = plan(
         TinyLM(width=256, hidden=2048),
         devices=2,

@@ -24,8 +24,11 @@ def read_records(folder: Path) -> list[Any]:
 
     runs = sorted(folder.glob("**/offline-run-*"))
     assert len(runs) == 1, f"expected one offline run, got {runs}"
-    (path,) = runs[0].glob("*.wandb")
     deadline = time.monotonic() + 20
+    while not list(runs[0].glob("*.wandb")):  # another process writes it
+        assert time.monotonic() < deadline, f"{runs[0]} has no file of the run"
+        time.sleep(0.1)
+    (path,) = runs[0].glob("*.wandb")
     while True:
         records = []
         for message in _messages(path.read_bytes()):
