@@ -127,7 +127,7 @@ class FineTuning(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         nll, labels = self.trainer.strategy.reduce(self.held_out, reduce_op="sum")
-        self.log("held_out_loss", nll / labels)  # the same on every rank
+        self.log("held_out_loss", nll / labels, sync_dist=True)
 
     def predict_step(self, batch: list[str], batch_idx: int) -> str:
         return llama.sample(self.llama, self.tokenizer, batch[0])
@@ -213,6 +213,7 @@ def checkpoint_to_resume(options: Options) -> Path | None:
 
 
 def main(options: Options) -> None:
+    tracking.quiet_lightning()
     options = replace(options, wandb=tracking.wandb_project(options.wandb))
     # What can be wrong with the options shows here, before any other process is started.
     source = llama.find(options.model)

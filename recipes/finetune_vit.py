@@ -190,6 +190,7 @@ class Classifier(LightningModule):
 
 
 def main(options: Options) -> None:
+    tracking.quiet_lightning()
     options = replace(options, wandb=tracking.wandb_project(options.wandb))
     out = Path(options.out).absolute()
     on_gpu = options.accelerator != "cpu" and torch.cuda.is_available()

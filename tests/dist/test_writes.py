@@ -603,6 +603,11 @@ def _written_at_rest(stage: int) -> None:
         lambda: table.data[7].fill_(1.0),
         lambda: table.narrow(0, 1, 2).zero_(),
         lambda: nn.init.orthogonal_(weight),
+        lambda: table.__setitem__(0, 0.0),
+        lambda: table.index_add_(0, torch.tensor([1]), torch.ones(1, table.shape[1])),
+        lambda: weight.fill_diagonal_(1.0),
+        lambda: weight.add_(torch.randn_like(weight)),
+        lambda: nn.functional.dropout(weight, 0.5),
         lambda: model[1].reset_parameters(),
     )
     for change in changes:

@@ -41,6 +41,12 @@ _WRITTEN = ("copy_", "fill_", "zero_")
 _RANDOM = ("bernoulli_", "cauchy_", "exponential_", "log_normal_", "normal_", "random_", "uniform_")
 
 
+_BY_INDEX = (
+    *("__setitem__", "fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_"),
+    *("masked_scatter_", "put_", "scatter_", "scatter_add_"),
+)
+
+
 _MODIFY = "Change weights inside `with engine.gathered(part, modify=True, src=0):`."
 
 _meshes: Counter[DeviceMesh] = Counter()
@@ -80,6 +86,7 @@ def patch_for(mesh: DeviceMesh, on_mixed_scalar: Callable[[Iterable[Any], str], 
         **dict.fromkeys(_WRITTEN, _refused_on_parts),
         **dict.fromkeys(_RANDOM, _refused_on_shards),
         **dict.fromkeys(_CHANGED_IN_PLACE, _reduced_first),
+        **dict.fromkeys(_BY_INDEX, _advised),
         **dict.fromkeys(_EXTREMES, _extreme),
         **dict.fromkeys(_GUARDED, _guarded),
     }
@@ -221,6 +228,19 @@ def _refusing_to_draw(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, op, args, *rest)
 
     return run
+
+
+def _advised(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Say what to do where torch has no rule for a write to a shard."""
+
+    @functools.wraps(original)
+    def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            raise RuntimeError(f"{name}() of a sharded parameter: {error} {_MODIFY}") from error
+
+    return write
 
 
 def _reduced_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
