@@ -224,7 +224,7 @@ class OomWatch(EngineListener):
                 if error is not None:
                     file.write("".join(traceback.format_exception(error)))
             _add_note(error, f"shardplug: what was held and what to change: {path.absolute()}")
-        _LOG.error(text)
+        _LOG.error(text.removeprefix("shardplug: "))
 
     def _facts(self, engine: ZeroEngine, error: BaseException | None, limit: str) -> OutOfMemory:
         phase, module = place_of(None if error is None else error.__traceback__, engine.models)

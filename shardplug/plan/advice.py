@@ -108,15 +108,11 @@ def _more_nodes(
             work.placed.layout,
             pieces[least.activation_checkpointing, least.offload_activations != "none"],
             setup,
-            stage=least.stage,
-            tiers=(least.offload_optimizer, least.offload_params),
-            checkpointing=least.activation_checkpointing,
+            least.setting,
             flops=0,
             room=request.room,
             machine=machine,
             devices=request.devices,
-            nodes=nodes,
-            activations_away=least.offload_activations != "none",
         )
         if found.fits:
             break

@@ -292,7 +292,7 @@ def _explained(found: Plan, config: ZeroConfig) -> str:
     taken = next(choice for choice in found.choices if is_taken(choice))
     room = found.request.room
     lines = [
-        f"shardplug: zero_auto takes {taken.name}: {gib(taken.device)} of the "
+        f"zero_auto takes {taken.name}: {gib(taken.device)} of the "
         f"{room.device_gib - room.reserve_gib:.3g} GiB of a device at its peak"
     ]
     if not found.traced:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal
 
 from shardplug.config import Tier, ZeroConfig
 from shardplug.core.stage import STAGES
@@ -17,7 +17,7 @@ from shardplug.plan.step_time import Machine, StepTime
 from shardplug.plan.timeline import RESIDENT_KINDS, MemoryTimeline, Setup
 from shardplug.plan.trace.segments import Segments
 
-__all__ = ["Choice", "MemoryBudget", "evaluate", "gib", "rank", "tiers_of"]
+__all__ = ["Choice", "MemoryBudget", "Setting", "evaluate", "gib", "rank", "tiers_of"]
 
 GIB = 2**30
 
@@ -42,14 +42,21 @@ class MemoryBudget:
     """Share of what comes and goes within a step that the caching allocator holds on top."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One setting and what it takes."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a plan chooses."""
 
     stage: Literal[1, 2, 3]
     offload_optimizer: Tier
     offload_params: Tier
     activation_checkpointing: bool
+    offload_activations: Literal["none", "cpu"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice(Setting):
+    """One setting and what it takes."""
+
     timeline: MemoryTimeline
     """The predicted curve of one rank."""
     slack: int
@@ -64,11 +71,15 @@ class Choice:
     """Bytes by which it does not fit where it misses most, or 0."""
     unavailable: str
     """Why this version cannot run it, or nothing."""
-    offload_activations: Literal["none", "cpu"] = "none"
     short_of: str = ""
     """What `over` counts: nothing for the device's memory, else the node's memory or disks."""
     reason: str = ""
     """Why it is, or is not, the one to take."""
+
+    @property
+    def setting(self) -> Setting:
+        """The setting alone."""
+        return Setting(**{field.name: getattr(self, field.name) for field in fields(Setting)})
 
     @property
     def name(self) -> str:
@@ -113,53 +124,35 @@ def evaluate(
     layout: Layout,
     segments: Segments,
     setup: Setup,
+    setting: Setting,
     *,
-    stage: int,
-    tiers: tuple[Tier, Tier],
-    checkpointing: bool,
     flops: int,
     room: MemoryBudget,
     machine: Machine,
     devices: int,
-    nodes: int,
-    activations_away: bool = False,
 ) -> Choice:
-    """Work one choice out.
+    """Work out what a setting takes.
 
     Args:
         layout: The model's units.
-        segments: The trace with or without checkpointing.
+        segments: The trace with the setting's checkpointing and place of activations.
         setup: Ranks, accumulation, optimizer; stage and tiers are filled in.
-        stage: 1, 2 or 3.
-        tiers: Where optimizer state and parameters live.
-        checkpointing: Whether activations are recomputed.
+        setting: The setting.
         flops: Operations of one micro-batch.
         room: What may be used.
         machine: Speeds.
         devices: Devices of a node.
-        nodes: Nodes.
-        activations_away: Whether activations wait in CPU memory, as in the trace.
     """
-    optimizer, parameters = tiers
     setup = replace(
         setup,
-        stage=STAGES[stage],
-        state_tier=optimizer,
-        params_tier=parameters,
+        stage=STAGES[setting.stage],
+        state_tier=setting.offload_optimizer,
+        params_tier=setting.offload_params,
     )
     found = simulate_step(layout, segments, setup)
     on_gpu = setup.device != "cpu"
     host, disk, host_traffic, disk_traffic = _outside(layout, setup)
-    share = found.peak.held
-    rests = (
-        "master_shards",
-        "optimizer_state",
-        *(kind for kind in RESIDENT_KINDS if kind.endswith("_cpu")),
-        "staging",
-        "buffers",
-    )
-    passing = sum(n for kind, n in share.items() if kind not in rests)
-    slack = int(room.slack_share * passing) if setup.device != "cpu" else 0
+    slack = int(room.slack_share * _passing(found)) if on_gpu else 0
     host, disk = (host + found.activations_host) * devices, disk * devices
     missing = {"": found.peak.total + slack - int((room.device_gib - room.reserve_gib) * GIB)}
     if room.host_gib is not None:
@@ -178,10 +171,7 @@ def evaluate(
         activation_bytes=2 * found.activations_out * on_gpu,
     )
     return Choice(
-        stage=cast(Literal[1, 2, 3], stage),
-        offload_optimizer=optimizer,
-        offload_params=parameters,
-        activation_checkpointing=checkpointing,
+        **asdict(setting),
         timeline=found,
         slack=slack,
         host=host,
@@ -190,9 +180,20 @@ def evaluate(
         fits=over <= 0,
         over=max(0, over),
         short_of=short_of if over > 0 else "",
-        unavailable=_unavailable(stage, optimizer, parameters),
-        offload_activations="cpu" if activations_away else "none",
+        unavailable=_unavailable(setting),
     )
+
+
+def _passing(found: MemoryTimeline) -> int:
+    """Bytes at the peak that come and go within a step."""
+    rests = (
+        "master_shards",
+        "optimizer_state",
+        *(kind for kind in RESIDENT_KINDS if kind.endswith("_cpu")),
+        "staging",
+        "buffers",
+    )
+    return sum(n for kind, n in found.peak.held.items() if kind not in rests)
 
 
 def _outside(layout: Layout, setup: Setup) -> tuple[int, int, int, int]:
@@ -229,20 +230,20 @@ def _outside(layout: Layout, setup: Setup) -> tuple[int, int, int, int]:
     return host * on_gpu, disk, host_traffic * on_gpu, disk_traffic
 
 
-def _unavailable(stage: int, optimizer: Tier, parameters: Tier) -> str:
+def _unavailable(setting: Setting) -> str:
     """Ask the configuration itself, so that a tier is offered as soon as it can be run."""
-    uses_disk = "nvme" in (optimizer, parameters)
+    uses_disk = "nvme" in (setting.offload_optimizer, setting.offload_params)
     try:
         ZeroConfig(
-            stage=cast(Literal[1, 2, 3], stage),
-            offload_optimizer=optimizer,
-            offload_params=parameters,
+            stage=setting.stage,
+            offload_optimizer=setting.offload_optimizer,
+            offload_params=setting.offload_params,
             nvme_path="swap" if uses_disk else None,
         )
     except ConfigError:
-        if parameters != "none":
+        if setting.offload_params != "none":
             return "parameters cannot leave the device in this version"
-        return f'offload_optimizer="{optimizer}" is not available in this version'
+        return f'offload_optimizer="{setting.offload_optimizer}" is not available in this version'
     return ""
 
 

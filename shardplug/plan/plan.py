@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from shardplug.core.precision import Precision
 from shardplug.core.stage import STAGES
 from shardplug.errors import ConfigError
 from shardplug.plan.advice import advice, notes
-from shardplug.plan.choices import Choice, evaluate, rank, tiers_of
+from shardplug.plan.choices import Choice, Setting, evaluate, rank, tiers_of
 from shardplug.plan.lora import Lora, with_adapters
 from shardplug.plan.request import (
     PRECISIONS,
@@ -253,26 +253,19 @@ def _decide(
     layout, on_cpu = work.placed.layout, request.device == "cpu"
     traces = {mode: work.trace(*mode) for mode in modes}
     pieces = {mode: cut(trace, layout, on_cpu=on_cpu) for mode, trace in traces.items()}
-    choices: list[Choice] = []
-    for each in (1, 2, 3) if stage is None else (stage,):
-        for tiers in tiers_of(each) if offload else [("none", "none")]:
-            for mode in modes:
-                choices.append(
-                    evaluate(
-                        layout,
-                        pieces[mode],
-                        work.setup,
-                        stage=each,
-                        tiers=tiers,  # type: ignore[arg-type]
-                        checkpointing=mode[0],
-                        activations_away=mode[1],
-                        flops=traces[mode].flops,
-                        room=request.room,
-                        machine=machine,
-                        devices=request.devices,
-                        nodes=request.nodes,
-                    )
-                )
+    choices = [
+        evaluate(
+            layout,
+            pieces[mode],
+            work.setup,
+            setting,
+            flops=traces[mode].flops,
+            room=request.room,
+            machine=machine,
+            devices=request.devices,
+        )
+        for mode, setting in _settings(modes, stage, offload)
+    ]
     ranked = rank(choices)
     kernels = {kernel for trace in traces.values() for kernel in trace.kernels}
     best = ranked[0].fits and not ranked[0].unavailable
@@ -286,3 +279,23 @@ def _decide(
         paper={s: paper_bytes(s, layout.num_parameters, work.setup.shards) for s in (0, 1, 2, 3)},
         advice=() if best else tuple(advice(request, work, ranked, pieces, machine)),
     )
+
+
+def _settings(
+    modes: Sequence[tuple[bool, bool]], stage: Literal[1, 2, 3] | None, offload: bool
+) -> Iterator[tuple[tuple[bool, bool], Setting]]:
+    """Yield each setting to look at, with the mode of its trace."""
+    stages: tuple[Literal[1, 2, 3], ...] = (1, 2, 3) if stage is None else (stage,)
+    for each in stages:
+        for optimizer, params in tiers_of(each) if offload else [("none", "none")]:
+            for checkpointing, away in modes:
+                yield (
+                    (checkpointing, away),
+                    Setting(
+                        stage=each,
+                        offload_optimizer=optimizer,  # type: ignore[arg-type]
+                        offload_params=params,  # type: ignore[arg-type]
+                        activation_checkpointing=checkpointing,
+                        offload_activations="cpu" if away else "none",
+                    ),
+                )

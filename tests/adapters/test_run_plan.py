@@ -186,12 +186,14 @@ def _lightning_with_a_curve(folder: Path) -> None:
 def _lines(host: Any, folder: Path, switch: str) -> list[str]:
     printed = io.StringIO()
     logger = logging.getLogger("shardplug")
-    logger.setLevel(logging.WARNING if switch == "off" else logging.NOTSET)
+    before = logger.level
+    if switch == "off":
+        logger.setLevel(logging.WARNING)
     try:
         with contextlib.redirect_stdout(printed):
             host(folder)
     finally:
-        logger.setLevel(logging.NOTSET)
+        logger.setLevel(before)
     return [line for line in printed.getvalue().splitlines() if "planned peak" in line]
 
 

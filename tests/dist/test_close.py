@@ -107,5 +107,6 @@ def _closed_engines_leave_nothing(folder: str, tier: str) -> None:
 
 @pytest.mark.parametrize("tier", ["none", "nvme"])
 def test_closed_engines_leave_nothing(pool: RankPool, tmp_path: Path, tier: str) -> None:
+    pool.close()  # engines of other tests may not be collected yet
     pool.run(_closed_engines_leave_nothing, 2, str(tmp_path), tier)
     pool.close()  # its ranks have met in another store

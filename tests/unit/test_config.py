@@ -177,6 +177,7 @@ def test_is_frozen_hashable_and_normalised() -> None:
 def test_every_field_can_be_written_in_text() -> None:
     values = {"units": "A+B", "param_dtype": "bf16", "reduce_dtype": "fp32", "prefetch": "2"}
     values |= {"stage": "1", "replicate_size": "2", "activation_checkpointing": "true"}
+    values |= {"watchdog": "report", "silence_seconds": "30", "stall_seconds": "1800"}
     for field in dataclasses.fields(ZeroConfig):
         text = f"{field.name}={values.get(field.name, 'none')}"
         parsed = ZeroConfig.parse(text)

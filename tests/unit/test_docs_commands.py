@@ -143,9 +143,7 @@ RUN = {
 }
 
 SEVERAL_NODES = "needs several machines; the ranks that it starts are tested on one"
-ONE_PACKAGE = "one package, which the extra for the tests has"
 NOT_RUN = {
-    "pip install -c constraints.txt peft": ONE_PACKAGE,
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 "
     "--rdzv-id run1 train.py": SEVERAL_NODES,
     "accelerate launch --config_file recipes/configs/zero3.yaml --num_machines 2 "
@@ -162,8 +160,6 @@ NOT_RUN = {
     "pip install --no-deps torchao==0.18.0": "an optional package, used where it is installed",
     "pip install '.[lightning]'": "an install without pins; CI installs with them",
     "pip install '.[accelerate]'": "an install without pins; CI installs with them",
-    "pip install -c constraints.txt -e '.[test,lint,docs]'": "CI installs the same, not editable",
-    "pip install -c constraints.txt '.[docs]' && mkdocs serve": "serves for ever; CI builds",
     "python recipes/finetune_llama_lightning.py --model smollm2 --stage 2 --steps 20": (
         "needs a model of 99 MB; CI installs it and trains it at each stage, three steps"
     ),
