@@ -3,10 +3,10 @@
     python recipes/bench/memory_table.py --ranks 2
     python recipes/bench/memory_table.py --ranks 4 --write docs/benchmarks/memory.md
 
-A 25 M parameter Llama, AdamW, windows of two micro-batches; each figure is the engine's books at
-the end of a phase, largest rank, in bytes per parameter. The formula column is the table in
-docs/concepts/zero.md; what the figures have above it is the padding of rows to a multiple of the
-ranks and AdamW's step counters.
+A 25 M parameter Llama, AdamW, windows of two micro-batches; each figure is the engine's
+accounting at the end of a phase, largest rank, in bytes per parameter. The formula column is the
+table in docs/concepts/zero.md; what the figures have above it is the padding of rows to a multiple
+of the ranks and AdamW's step counters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def formula(stage: int, ranks: int, compute_bytes: int) -> list[float]:
 
 
 def measure(stage: int, dtype: str | None) -> list[float]:
-    """Train two windows and return the books of the second, in bytes per parameter."""
+    """Train two windows and return the accounts of the second, in bytes per parameter."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from shardplug import ZeroConfig, ZeroEngine

@@ -136,8 +136,8 @@ Books = dict[str, dict[str, int]]
 
 
 def measure(case: Case) -> tuple[int, Books]:
-    """Train two steps; return the second's peak bytes on this rank, and the engine's books."""
-    books: Books = {}
+    """Train two steps; return the second's peak bytes on this rank, and the engine's accounting."""
+    states: Books = {}
     gc.collect()
     with CountedAllocations() as counted:
         config = ZeroConfig(
@@ -155,13 +155,13 @@ def measure(case: Case) -> tuple[int, Books]:
                 for micro in range(case.accumulate):
                     with engine.micro_step(last=micro == case.accumulate - 1):
                         model(**batch).loss.backward()
-                books["after_backward"] = engine.memory()
+                states["after_backward"] = engine.memory()
                 optimizer.step()
-                books["after_step"] = engine.memory()
+                states["after_step"] = engine.memory()
                 optimizer.zero_grad()
-                books["at_rest"] = engine.memory()
+                states["at_rest"] = engine.memory()
     engine.forget(model)
-    return counted.peak("step 1"), books
+    return counted.peak("step 1"), states
 
 
 def predict(case: Case, ranks: int) -> tuple[Result, Books]:
@@ -193,13 +193,13 @@ def run(case: Case) -> Result:
     """Measure and predict one case on every rank of the process group.
 
     Raises:
-        RuntimeError: Where the engine's books are not the plan's to the byte.
+        RuntimeError: Where the engine's accounting are not the plan's to the byte.
     """
-    measured, books = measure(case)
+    measured, states = measure(case)
     if dist.get_rank():
         return Result(measured, measured, "")  # the plan is that of the rank that holds most
     found, phases = predict(case, dist.get_world_size())
-    for phase, held in books.items():
+    for phase, held in states.items():
         for kind in MODEL_STATE_KINDS:
             if held[kind] != phases[phase][kind]:
                 raise RuntimeError(

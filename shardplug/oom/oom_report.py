@@ -84,7 +84,7 @@ class OutOfMemory:
     gathered: list[str] = field(default_factory=list)
     """Units that were whole."""
     held: Mapping[str, int] = field(default_factory=dict)
-    """Model states by kind, the engine's books: those in the memory that ran out."""
+    """Model states by kind, the engine's accounting: those in the memory that ran out."""
     elsewhere: Mapping[str, int] = field(default_factory=dict)
     """The others: in files, and on a GPU in the host's memory."""
     total: int | None = None
@@ -93,7 +93,7 @@ class OutOfMemory:
     """Which limit, in words."""
     used: Used | None = None
     """On CPU ranks: what the limit counts."""
-    besides: int | None = None
+    overhead: int | None = None
     """On CPU ranks: what the process holds besides the plan, for any setting."""
     running: Choice | None = None
     """The choice of a plan that runs."""
@@ -115,7 +115,7 @@ class OutOfMemory:
         return max(inside or points, key=lambda point: point.total, default=None)
 
     @property
-    def beyond_books(self) -> int:
+    def beyond_states(self) -> int:
         """The least that the plan has at this moment besides model states, without what failed."""
         inside, points = self._planned_points()
         most = max(map(_beyond, inside or points), default=0)
@@ -159,7 +159,7 @@ class OutOfMemory:
 
 
 def _beyond(point: Point) -> int:
-    """Bytes of what no book of the engine has."""
+    """Bytes of what the engine does not account for."""
     return point.total - sum(point.held[kind] for kind in RESIDENT_KINDS)
 
 
@@ -211,10 +211,10 @@ def _table(failure: OutOfMemory) -> Iterator[str]:
         yield "  " + f"{'all':24s}" + "".join(f"{cell:>21s}" for cell in sums)
     if failure.requested:
         yield f"  asked for when it failed: {gib(failure.requested)}"
-    if failure.besides is not None:
+    if failure.overhead is not None:
         yield (
-            f"  besides the plan: {gib(failure.besides)} (the interpreter, libraries, collectives, "
-            "and the like), which every setting below has to live with"
+            f"  besides the plan: {gib(failure.overhead)} (the interpreter, libraries, "
+            "collectives and the like), which every setting below has to live with"
         )
     if failure.used is not None and failure.used.kept:
         yield f"  freed, and kept by the C allocator: {gib(failure.used.kept)}"

@@ -78,7 +78,7 @@ class OomWatch(EngineListener):
         self._cleared: set[Path] = set()
         self._plan: Plan | None = None
         self._running: Choice | None = None
-        self._twin: nn.Module | None = None
+        self._meta_model: nn.Module | None = None
         self._root: weakref.ref[nn.Module] | None = None
         self._call: Call | None = None
         self._optimizer: OptimizerKind | None = None
@@ -124,13 +124,15 @@ class OomWatch(EngineListener):
     def before_shard(self, model: nn.Module) -> None:
         """Note the structure of a model that is about to be sharded; the largest one counts."""
         size = sum(p.numel() for p in model.parameters())
-        if self._twin is not None and size < sum(p.numel() for p in self._twin.parameters()):
+        if self._meta_model is not None and size < sum(
+            p.numel() for p in self._meta_model.parameters()
+        ):
             return
         try:
-            self._twin, self._root = meta_copy(model), weakref.ref(model)
+            self._meta_model, self._root = meta_copy(model), weakref.ref(model)
         except Exception:
             # Anything: classes may refuse to be made without their __init__. No plan then.
-            self._twin = None
+            self._meta_model = None
         self._put_old_away()
 
     def after_shard(self) -> None:
@@ -140,8 +142,8 @@ class OomWatch(EngineListener):
             return
         if process_limits():
             gc.collect()  # what sharding has left over would count as needed for good
-        books = sum(self._in_memory(engine)[0].values())
-        self._base = {key: size - books for key, size in used_by_process().items()}
+        states = sum(self._in_memory(engine)[0].values())
+        self._base = {key: size - states for key, size in used_by_process().items()}
 
     def call(self, model: nn.Module, method: str, args: Any, kwargs: Any) -> None:
         """Note the shapes of an outermost call that records gradients."""
@@ -247,7 +249,7 @@ class OomWatch(EngineListener):
             # Anything: it is the user's model that is traced. What was measured still stands.
             text = f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
             failure.notes.append(f"No plan could be made of the run: {text}")
-        if failure.besides is None:
+        if failure.overhead is None:
             self._settle(failure)
         return failure
 
@@ -275,17 +277,17 @@ class OomWatch(EngineListener):
             failure.notes.append(_KEEPS)
 
     def _run(self, engine: ZeroEngine) -> Running | None:
-        twin, call = self._twin, self._call
+        meta_model, call = self._meta_model, self._call
         model = None if self._root is None else self._root()
-        if twin is None or call is None or model is None:
+        if meta_model is None or call is None or model is None:
             return None
         frozen = {name: p.requires_grad for name, p in model.named_parameters()}
-        for name, parameter in twin.named_parameters():
+        for name, parameter in meta_model.named_parameters():
             parameter.requires_grad_(frozen.get(name, parameter.requires_grad))
         local = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
         return Running(
             config=engine.config,
-            twin=twin,
+            meta_model=meta_model,
             call=call,
             devices=local,
             nodes=max(1, engine.world_size // local),
@@ -298,19 +300,19 @@ class OomWatch(EngineListener):
     # ---------------------------------------------------------------- what there is and was
 
     def _in_memory(self, engine: ZeroEngine) -> tuple[dict[str, int], dict[str, int]]:
-        """Split the books: what is in the memory that ran out, and what is elsewhere."""
-        books = engine.memory()
+        """Split the accounting: what is in the memory that ran out, and what is elsewhere."""
+        states = engine.memory()
         on_cpu = engine.device.type == "cpu"
         held = {
             kind: size
-            for kind, size in books.items()
+            for kind, size in states.items()
             if kind in MODEL_STATE_KINDS or (on_cpu and not kind.endswith("_nvme"))
         }
-        return held, {kind: size for kind, size in books.items() if kind not in held}
+        return held, {kind: size for kind, size in states.items() if kind not in held}
 
     def _measure(self, engine: ZeroEngine, failure: OutOfMemory) -> int | None:
         """Note what is held in all; return what a GPU's allocator may hold at most."""
-        device, books = engine.device, sum(failure.held.values())
+        device, states = engine.device, sum(failure.held.values())
         if device.type != "cpu":
             module = torch.get_device_module(device)
             free, whole = module.mem_get_info(device)
@@ -319,9 +321,9 @@ class OomWatch(EngineListener):
             return int(module.memory_reserved(device)) + int(free)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         failure.used = used_now(self._group, self._base, local)
-        failure.total = books
+        failure.total = states
         if failure.used is not None:
-            failure.total = max(books, failure.used.now - failure.used.kept - failure.used.base)
+            failure.total = max(states, failure.used.now - failure.used.kept - failure.used.base)
             failure.limit = failure.limit or failure.used.limit
         return None
 
@@ -329,10 +331,12 @@ class OomWatch(EngineListener):
         """Now that there is a plan, tell what it counts from what the process holds besides."""
         used = failure.used
         if used is not None:
-            books = sum(failure.held.values())
+            states = sum(failure.held.values())
             planned = failure.running is not None
-            failure.besides = used.besides(books, failure.beyond_books) if planned else used.base
-            failure.total = max(books, used.now - used.kept - failure.besides)
+            failure.overhead = (
+                used.overhead(states, failure.beyond_states) if planned else used.base
+            )
+            failure.total = max(states, used.now - used.kept - failure.overhead)
 
     def _room(self, engine: ZeroEngine, failure: OutOfMemory, capacity: int | None) -> Headroom:
         host, error, outset, freed = None, _ERROR_ON_GPU, None, 0
@@ -344,7 +348,7 @@ class OomWatch(EngineListener):
         else:
             error, used = RETURNED, failure.used
             if used is not None and used.most is not None:
-                capacity = used.most - (failure.besides or used.base)
+                capacity = used.most - (failure.overhead or used.base)
                 outset = used.most - used.base
                 freed = used.kept
         path = engine.config.nvme_path or os.environ.get("SHARDPLUG_NVME_PATH")

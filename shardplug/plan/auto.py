@@ -188,16 +188,16 @@ def _decide(
 ) -> tuple[Plan, ZeroConfig]:
     kind = device.type if device is not None else _current_type()
     path = budget.nvme_path or os.environ.get(PATH_VARIABLE)
-    twin = meta_copy(model)
+    meta_model = meta_copy(model)
     if batch is None:
         batch = budget.example_batch
     if batch is None:
-        batch = _made_up(twin, budget)
+        batch = _made_up(meta_model, budget)
     size = dist.get_world_size() if dist.is_initialized() else 1
     local = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     run = Running(
         config=base,
-        twin=twin,
+        meta_model=meta_model,
         call=_call(method, batch),
         devices=local,
         nodes=max(1, size // local),
@@ -225,17 +225,17 @@ def _current_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _made_up(twin: nn.Module, budget: AutoBudget) -> Any:
-    if budget.seq_length is None and not _takes_pictures(twin):
+def _made_up(meta_model: nn.Module, budget: AutoBudget) -> Any:
+    if budget.seq_length is None and not _takes_pictures(meta_model):
         raise ConfigError(
             "Expected a batch to plan for, found none: pass AutoBudget(example_batch=...), or "
             "seq_length and micro_batch for a Hugging Face model."
         )
-    return make_batch(twin, budget.micro_batch, budget.seq_length)
+    return make_batch(meta_model, budget.micro_batch, budget.seq_length)
 
 
-def _takes_pictures(twin: nn.Module) -> bool:
-    return getattr(twin, "main_input_name", "") == "pixel_values"
+def _takes_pictures(meta_model: nn.Module) -> bool:
+    return getattr(meta_model, "main_input_name", "") == "pixel_values"
 
 
 def _call(method: str, batch: Any) -> Call:

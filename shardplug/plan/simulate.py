@@ -87,7 +87,7 @@ class _Walker:
         self._reduced_kind = "gradients_cpu" if on_cpu else "gradients"
         self._stale: list[tuple[str, int]] = []
 
-    # ------------------------------------------------------------------ the books
+    # ------------------------------------------------------------------ the accounting
 
     def _add(self, kind: str, size: int) -> None:
         self._held[kind] += size

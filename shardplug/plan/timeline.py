@@ -31,7 +31,7 @@ PLAN_KINDS = (
 block's gradients: the rest of them is host memory. On CPU ranks all of it is counted."""
 
 RESIDENT_KINDS = PLAN_KINDS[:9]
-"""Those that the engine keeps books of."""
+"""Those that the engine accounts for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 __all__ = ["MODEL_STATE_KINDS", "COSTS", "KINDS", "PHASES", "TIER_KINDS", "MemoryRow"]
 
 MODEL_STATE_KINDS = ("master_shards", "gathered", "gradients", "optimizer_state")
-"""Kinds of model state that the engine keeps books of."""
+"""Kinds of model state that the engine accounts for."""
 
 KINDS = (*MODEL_STATE_KINDS, "snapshot", "other")
-"""Every kind; "other" is what is measured and not in the books: activations, buffers, caches."""
+"""Every kind; "other" is what is measured and not accounted for: activations, buffers, caches."""
 
 TIER_KINDS = (
     "activations_cpu",
@@ -62,7 +62,7 @@ class MemoryRow:
     which is not what the row measures."""
 
     other_bytes: int
-    """Measured, but in no book: activations, buffers, communication and allocator caches."""
+    """Measured, but not accounted for: activations, buffers, communication and allocator caches."""
 
     peak_bytes: int
     """Highest total since the last logged step ended, up to this phase."""
@@ -132,11 +132,11 @@ class MemoryRow:
         return {kind: getattr(self, f"{kind}_bytes") for kind in KINDS}
 
     @property
-    def books_bytes(self) -> int:
+    def states_bytes(self) -> int:
         """Model states: all kinds but "other"."""
         return sum(self.by_kind[kind] for kind in MODEL_STATE_KINDS)
 
     @property
     def total_bytes(self) -> int:
-        """What was measured, or the books where they hold more; files are not memory."""
+        """What was measured, or the accounting where they hold more; files are not memory."""
         return sum(self.by_kind.values()) + self.tiers_measured_bytes

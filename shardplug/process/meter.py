@@ -32,24 +32,24 @@ class Reading:
 class Meter(Protocol):
     """Source of measurements for one process."""
 
-    def read(self, books_bytes: int) -> Reading:
-        """Measure now; `books_bytes` is what the engine's books say is held."""
+    def read(self, states_bytes: int) -> Reading:
+        """Measure now; `books_bytes` is what the engine's accounting say is held."""
 
     def reset(self) -> None:
         """Start a new peak."""
 
 
-def make_meter(device: torch.device, books_bytes: int) -> Meter:
+def make_meter(device: torch.device, states_bytes: int) -> Meter:
     """Choose the meter for a device.
 
     Args:
         device: Device the model is on.
-        books_bytes: What the engine's books hold now, needed to find the base of the process.
+        books_bytes: What the engine's accounting hold now, needed to find the base of the process.
     """
     if device.type != "cpu":
         return _AllocatorMeter(device)
     try:
-        return _ResidentMeter(books_bytes)
+        return _ResidentMeter(states_bytes)
     except (OSError, ValueError, IndexError) as error:
         warnings.warn(
             f"The memory of this process cannot be read from {_PROC} ({error}), as on systems "
@@ -82,7 +82,7 @@ class _AllocatorMeter:
         self._reset: Callable[[torch.device], None] = module.reset_peak_memory_stats
         self.reset()
 
-    def read(self, books_bytes: int) -> Reading:
+    def read(self, states_bytes: int) -> Reading:
         device = self._device
         return Reading(self._allocated(device), self._peak(device), self._reserved(device))
 
@@ -94,23 +94,23 @@ class _ResidentMeter:
     """Reads the private memory of the process that is resident, above a base.
 
     Private leaves out mapped files, such as the code of libraries, which is read in as it is
-    first used. The base is what is resident when the meter is made and is not in the books:
+    first used. The base is what is resident when the meter is made and is not accounted for:
     the interpreter, modules, data. The reading is rough. The C allocator may keep freed memory,
     which then counts as held; pages that were reserved but never written are not resident, so it
-    can be below the books; and of the peak only the whole resident set is known, so it is taken
-    to have fallen since by private memory alone.
+    can be below the accounting; and of the peak only the whole resident set is known, so it is
+    taken to have fallen since by private memory alone.
     """
 
-    def __init__(self, books_bytes: int) -> None:
+    def __init__(self, states_bytes: int) -> None:
         import resource  # not on Windows, where there is no /proc either
 
         self._page_bytes = resource.getpagesize()
-        self._base_bytes = self._resident()[1] - books_bytes
+        self._base_bytes = self._resident()[1] - states_bytes
         self._peak_resets = True
         self._highest()  # fails here, not in training, where the system does not say
         self.reset()
 
-    def read(self, books_bytes: int) -> Reading:
+    def read(self, states_bytes: int) -> Reading:
         held, private = self._resident()
         total = private - self._base_bytes
         return Reading(total, total + max(0, self._highest() - held), held)
@@ -140,14 +140,14 @@ class _ResidentMeter:
 
 
 class _BooksMeter:
-    """Knows nothing but the books."""
+    """Knows nothing but the accounting."""
 
     def __init__(self) -> None:
         self._peak = 0
 
-    def read(self, books_bytes: int) -> Reading:
-        self._peak = max(self._peak, books_bytes)
-        return Reading(books_bytes, self._peak, 0)
+    def read(self, states_bytes: int) -> Reading:
+        self._peak = max(self._peak, states_bytes)
+        return Reading(states_bytes, self._peak, 0)
 
     def reset(self) -> None:
         self._peak = 0

@@ -2,8 +2,8 @@
 
 A limit of the host counts everything that a process has: the interpreter, libraries, the memory of
 the collectives, and what the C allocator keeps of what was freed. A plan counts tensors. When
-memory has run out, what is used less the books, less the planned activations and less what the C
-allocator keeps is what a changed setting will have to live with too.
+memory has run out, what is used less the model states, less the planned activations and less what
+the C allocator keeps is what a changed setting will have to live with too.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Used:
     kept: int = 0
     """Of `now`, what was freed and the C allocator keeps for later."""
 
-    def besides(self, books: int, beyond: int) -> int:
+    def overhead(self, states: int, beyond: int) -> int:
         """Return what is needed besides the plan; never less than at the start.
 
         Args:
-            books: Model states that the engine holds.
+            states: Model states that the engine holds.
             beyond: Activations, buffers and the like that are held by the plan.
         """
-        return max(self.base, self.now - self.kept - books - beyond)
+        return max(self.base, self.now - self.kept - states - beyond)
 
 
 class _Mallinfo2(ctypes.Structure):

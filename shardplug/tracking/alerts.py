@@ -18,7 +18,7 @@ _GROWTH = 0.01
 _UNEVEN = 0.2
 _LEAST = 2**20
 _LEAST_GROWTH_ROUGH = 64 * 2**20  # resident memory grows by some MiB in a healthy run
-_LEAST_ROUGH = 16 * 2**20  # of what a CPU's readings say beside the books
+_LEAST_ROUGH = 16 * 2**20  # of what a CPU's readings say beside the accounting
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Finding:
     """Something to say, once."""
 
     about: str
-    """"books", "peak", "growth" or "uneven"."""
+    """"states", "peak", "growth" or "uneven"."""
     title: str
     message: str
 
@@ -60,12 +60,12 @@ class Watch:
         self._said: set[str] = set()
         self._rising: dict[int, _Rising] = {}
         self._plan: RunPlan | None = None
-        self._books: dict[int, dict[str, dict[str, int]]] = {}  # by id of the plan's curve
+        self._states: dict[int, dict[str, dict[str, int]]] = {}  # by id of the plan's curve
 
     def expect(self, plan: RunPlan) -> None:
         """Hold the rows to come against a plan."""
         self._plan = plan
-        self._books = {id(timeline): predicted_model_states(timeline) for timeline in plan.walks}
+        self._states = {id(timeline): predicted_model_states(timeline) for timeline in plan.walks}
 
     def look(self, rows: Sequence[MemoryRow]) -> list[Finding]:
         """Return what is new in the rows of one step."""
@@ -85,15 +85,15 @@ class Watch:
             return []
         found = []
         timeline = self._plan.walk_of(row.rank)
-        peak, books = timeline.peak, self._books[id(timeline)]
-        for kind, planned in books[row.phase].items():
+        peak, states = timeline.peak, self._states[id(timeline)]
+        for kind, planned in states[row.phase].items():
             measured = row.by_kind[kind]
             if measured > (1 + self._share) * planned and measured - planned > _LEAST:
                 text = (
                     f"{kind} of rank {row.rank} {_at(row)} is {measured / GIB:.3g} GiB, "
                     f"{planned / GIB:.3g} GiB were planned."
                 )
-                found.append(Finding("books", "Memory exceeds its plan", text))
+                found.append(Finding("states", "Memory exceeds its plan", text))
         if self._exact and row.peak_bytes > (1 + self._share) * peak.total:
             text = (
                 f"The peak of rank {row.rank} up to {_at(row)} is {row.peak_bytes / GIB:.3g} GiB, "

@@ -232,7 +232,7 @@ _STATE_TIERS = tuple(kind for kind in TIER_KINDS if kind not in _NO_STATES)
 
 def _state_bytes(row: MemoryRow) -> int:
     """Bytes of the model states, wherever they are."""
-    return row.books_bytes + sum(row.by_tier[kind] for kind in _STATE_TIERS)
+    return row.states_bytes + sum(row.by_tier[kind] for kind in _STATE_TIERS)
 
 
 def _stacked(row: MemoryRow, kind: str) -> int:

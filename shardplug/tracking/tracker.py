@@ -43,18 +43,19 @@ class MemoryTracker:
     Build one on **every** rank, after the process group is up: the ranks' numbers meet in one
     small all-gather per logged step. Only rank 0 writes to the sinks.
 
-    "other" is what is measured and not in the books: activations, buffers, staging copies. On a
+    "other" is what is measured and not accounted for: activations, buffers, staging copies. On a
     GPU the allocator is asked, and the number is exact. On CPU it is the private resident memory
-    of the process above what was there, and in no book, when the tracker was made. That is rough:
-    work space that libraries keep counts, and so does freed memory that the C allocator keeps,
-    while memory that was never written does not. "other" is never below 0; where less is measured
-    than the books hold, the total is the books'. Each row also has the raw reading.
+    of the process above what was there, and not accounted for, when the tracker was made. That is
+    rough: work space that libraries keep counts, and so does freed memory that the C allocator
+    keeps, while memory that was never written does not. "other" is never below 0; where less is
+    measured than is accounted for, the total is what is accounted for. Each row also has the raw
+    reading.
 
     The peak is the highest total since the last logged step ended, evaluation between steps
     included. Measuring it resets the process's peak counter (`max_memory_allocated` on a GPU, the
     `VmHWM` line of /proc/self/status on Linux), so other readers of it see the peak since then.
 
-    Of several micro-batches in a step, each phase shows the one with the largest books.
+    Of several micro-batches in a step, each phase shows the one with the largest model states.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class MemoryTracker:
         """Start following an engine.
 
         Args:
-            engine: The engine whose books are read.
+            engine: The engine whose accounting is read.
             sinks: Receivers of the rows; closed by `close`.
             every_n_steps: Log the first step seen, and the steps whose number is a multiple.
             first_step: Optimizer steps done before, when a run is resumed.
@@ -85,17 +86,17 @@ class MemoryTracker:
 
         Raises:
             ConfigError: If an option is out of range, or the engine has a kind of memory in its
-                books that is not known here.
+                accounting that is not known here.
         """
         if every_n_steps < 1:
             raise ConfigError(f"Expected every_n_steps >= 1, got {every_n_steps!r}.")
         if first_step < 0:
             raise ConfigError(f"Expected first_step >= 0, got {first_step!r}.")
-        books = engine.memory()
-        if set(books) - set(TIER_KINDS) != {*MODEL_STATE_KINDS, "snapshot"}:
+        states = engine.memory()
+        if set(states) - set(TIER_KINDS) != {*MODEL_STATE_KINDS, "snapshot"}:
             raise ConfigError(
-                f"Expected an engine with books of {', '.join(MODEL_STATE_KINDS)} and snapshot, "
-                f"got {', '.join(sorted(books)) or 'none'}."
+                f"Expected an engine with accounts of {', '.join(MODEL_STATE_KINDS)} and snapshot, "
+                f"got {', '.join(sorted(states)) or 'none'}."
             )
         self.step = first_step
         """Optimizer steps done; may be set between steps."""
@@ -120,19 +121,19 @@ class MemoryTracker:
             if isinstance(sink, PlanSink):  # it was made with a plan
                 sink.warns, given = False, sink.plan
         made_here = plan == "auto" and given is None
-        self._foresight = FirstStepPlanner(engine, made_here, self._expect)
-        self._meter = make_meter(engine.device, self._held(books))
+        self._planner = FirstStepPlanner(engine, made_here, self._expect)
+        self._meter = make_meter(engine.device, self._held(states))
         engine.add_phase_listener(self._on_phase)
-        self._foresight.follow_models()
+        self._planner.follow_models()
         if given is not None and engine.rank == 0:
-            self._foresight.plan = given
+            self._planner.plan = given
             self._expect(given)
 
     @property
     def plan(self) -> RunPlan | None:
         """What this run is expected to hold: on rank 0 from the first micro-batch on, on every
         rank once a step was logged, and None where there is no plan."""
-        return self._foresight.plan
+        return self._planner.plan
 
     def begin(self, first: Callable[[], FirstStep]) -> None:
         """Say what the first micro-batch runs, where the model is not called as a whole.
@@ -140,16 +141,16 @@ class MemoryTracker:
         Called before each micro-batch; only the first counts. A tracker that is not told looks at
         the calls of the model. Failures to plan are said, not raised.
         """
-        self._foresight.stop_listening()
-        self._foresight.begin(first)
+        self._planner.stop_listening()
+        self._planner.begin(first)
 
     def count(self, batch: Any) -> None:
         """Count a micro-batch's tokens and samples, after `begin`."""
-        self._foresight.count(batch)
+        self._planner.count(batch)
 
     def interrupt(self) -> None:
         """Leave tokens per second out of the next row: something else than steps runs."""
-        self._foresight.interrupt()
+        self._planner.interrupt()
 
     def close(self) -> None:
         """Stop following the engine and close the sinks. Not collective; may be called twice."""
@@ -157,7 +158,7 @@ class MemoryTracker:
             return
         self._closed = True
         self._engine.remove_phase_listener(self._on_phase)
-        self._foresight.stop_listening()
+        self._planner.stop_listening()
         if self._engine.rank == 0:
             for sink in list(self._sinks):
                 self._guarded(sink, sink.close)
@@ -167,22 +168,22 @@ class MemoryTracker:
         # A forward without gradients is evaluation between steps, not part of one.
         if phase not in PHASES or (phase == "after_forward" and not torch.is_grad_enabled()):
             return
-        self._foresight.follow_models()  # a model may be sharded after the tracker was made
+        self._planner.follow_models()  # a model may be sharded after the tracker was made
         logged = self._seen_steps == 0 or (self.step + 1) % self._every_n_steps == 0
         if logged:
             self._record(phase)
         if phase == "after_backward":
-            self._foresight.after_backward()
+            self._planner.after_backward()
         if phase == "after_step":
-            self._foresight.after_step()
+            self._planner.after_step()
             self.step += 1
             self._seen_steps += 1
             if logged:
                 self._finish_step()
 
     def _record(self, phase: str) -> None:
-        books = self._engine.memory()
-        held = self._held(books)
+        states = self._engine.memory()
+        held = self._held(states)
         seen = self._window.get(phase)
         reading = self._meter.read(held)
         other = max(0, reading.total - held)
@@ -193,38 +194,38 @@ class MemoryTracker:
             if (held, held + other) <= (total - seen[KINDS.index("other")], total):
                 self._window[phase] = (*seen[:-2], peak, seen[-1])
                 return
-        tiers = (books.get(kind, 0) for kind in TIER_KINDS)
-        kinds = (*self._kinds(books), other, *tiers, self._beside(books))
+        tiers = (states.get(kind, 0) for kind in TIER_KINDS)
+        kinds = (*self._kinds(states), other, *tiers, self._beside(states))
         self._window[phase] = (*kinds, peak, reading.held)
 
-    def _kinds(self, books: dict[str, int]) -> tuple[int, ...]:
-        """Bytes of every kind in the books, as far as they are on the device that is measured."""
-        snapshot = books["snapshot"] if self._engine.device.type == "cpu" else 0
-        return (*(books[kind] for kind in MODEL_STATE_KINDS), snapshot)
+    def _kinds(self, states: dict[str, int]) -> tuple[int, ...]:
+        """Bytes of every kind accounted for, as far as they are on the device that is measured."""
+        snapshot = states["snapshot"] if self._engine.device.type == "cpu" else 0
+        return (*(states[kind] for kind in MODEL_STATE_KINDS), snapshot)
 
-    def _beside(self, books: dict[str, int]) -> int:
+    def _beside(self, states: dict[str, int]) -> int:
         """Bytes of the tiers that are in the memory which is measured."""
         if self._engine.device.type != "cpu":
             return 0
-        return sum(books.get(kind, 0) for kind in TIER_KINDS if not kind.endswith("_nvme"))
+        return sum(states.get(kind, 0) for kind in TIER_KINDS if not kind.endswith("_nvme"))
 
-    def _held(self, books: dict[str, int]) -> int:
-        return sum(self._kinds(books)) + self._beside(books)
+    def _held(self, states: dict[str, int]) -> int:
+        return sum(self._kinds(states)) + self._beside(states)
 
     def _finish_step(self) -> None:
         engine, width = self._engine, len(_FIELDS)
-        cost = self._foresight.cost()
+        cost = self._planner.cost()
         # -1 marks a phase that did not occur, for example a step without a forward.
         flat = [n for phase in PHASES for n in self._window.get(phase, (-1,) * width)]
         flat += [cost.nanoseconds, cost.work.tokens, cost.work.samples]
-        flat.append(int(self._foresight.has_news))
+        flat.append(int(self._planner.has_news))
         mine = torch.tensor(flat, dtype=torch.int64, device=engine.device)
         every = [torch.empty_like(mine) for _ in range(engine.world_size)]
         dist.all_gather(every, mine)
         self._window = {}
         gathered: list[list[int]] = torch.stack(every).tolist()
         if gathered[0][-1]:  # rank 0 decides: sinks and options may differ between the ranks
-            self._foresight.share()
+            self._planner.share()
         ranks = [[n[i : i + width] for i in range(0, width * len(PHASES), width)] for n in gathered]
         seen = [phase for phases in ranks for phase in phases]
         self.total_bytes = max(sum(phase[i] for i in _MEASURED) for phase in seen)

@@ -94,9 +94,9 @@ def _plan_mixed() -> tuple[bool, bool, int, int]:
     planner = RunPlanner(acc.engine, FirstStep(model=model, batch=call, loss=None))
     plan = planner.plan()
     same = model.forward is forward and PLAIN_FORWARD in vars(model)
-    books = acc.engine.memory()
+    states = acc.engine.memory()
     timeline = plan.walk_of(acc.process_index)
-    return plan.traced, same, books["master_shards"], timeline.phases["at_rest"]["master_shards"]
+    return plan.traced, same, states["master_shards"], timeline.phases["at_rest"]["master_shards"]
 
 
 def test_a_step_under_autocast_is_traced(pool: RankPool) -> None:

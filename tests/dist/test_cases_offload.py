@@ -95,9 +95,9 @@ def state_moves(root: str) -> None:
         assert parameter.device.type == engine.device.type
         assert all(local_tensor(state[k]).device.type == "cpu" for k in ("exp_avg", "exp_avg_sq"))
     # Moved and not copied: the optimizer has nothing but its counters on the device.
-    books = engine.memory()
-    assert books["optimizer_state"] == 8 * 4
-    measured = books["optimizer_state_cpu"]
+    states = engine.memory()
+    assert states["optimizer_state"] == 8 * 4
+    measured = states["optimizer_state_cpu"]
     assert measured == engine._offload.optimizer_tier.held_bytes  # type: ignore[union-attr]
     at_rest = predicted.timeline.phases["at_rest"]["optimizer_state_cpu"]
     assert measured == pytest.approx(at_rest, rel=0.1)

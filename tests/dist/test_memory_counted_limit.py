@@ -151,9 +151,9 @@ def test_what_is_recommended_first_fits(fresh: list[RankPool], tmp_path: Path, n
     assert any("can't allocate" in error for error, *_ in results), results
     report = (tmp_path / "out_of_memory.txt").read_text()
     assert f"the largest kind is {case.expected}." in report, report
-    besides = re.search(r"besides the plan: ([\d.]+) (MiB|GiB)", report)
-    assert besides is not None, report
-    size = float(besides.group(1)) * {"MiB": MIB, "GiB": 2**30}[besides.group(2)]
+    overhead = re.search(r"besides the plan: ([\d.]+) (MiB|GiB)", report)
+    assert overhead is not None, report
+    size = float(overhead.group(1)) * {"MiB": MIB, "GiB": 2**30}[overhead.group(2)]
     assert size > 50 * MIB, "the interpreter and libraries alone"
     first = next(line for line in report.splitlines() if line.startswith("  1. "))
     assert ", fits; " in first, report

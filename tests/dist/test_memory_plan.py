@@ -57,7 +57,7 @@ def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _settle(engine: ZeroEngine) -> int:
-    """Bytes of live tensors that are not in the books, once gloo's threads have let go."""
+    """Bytes of live tensors that are not accounted for, once gloo's threads have let go."""
     for _ in range(100):
         rest = _live_bytes() - sum(engine.memory().values())
         if rest == 0:
@@ -109,7 +109,7 @@ def _train(
                 loss.backward()
                 del batch, loss
             if step:
-                assert _settle(engine) == 0, "the books are all the tensors there are"
+                assert _settle(engine) == 0, "the accounting are all the tensors there are"
                 seen["after_backward" if last else "after_backward_between"] = engine.memory()
         if not backward:  # low precisions are slow on a CPU: gradients are made up
             for parameter in trained:
@@ -123,9 +123,9 @@ def _train(
     if not backward:
         # Made-up gradients are a rank's own rows, without the padding that a reduction gives.
         seen.pop("after_step")
-    for phase, books in seen.items():
+    for phase, states in seen.items():
         for kind in MODEL_STATE_KINDS:
-            assert books[kind] == phases[phase][kind], (phase, kind)
+            assert states[kind] == phases[phase][kind], (phase, kind)
     return len(seen)
 
 

@@ -1,4 +1,4 @@
-"""Plan = the engine's books = the storages of all tensors there are, to the byte.
+"""Plan = the engine's accounting = the storages of all tensors there are, to the byte.
 
 Stage x tier x 1, 2 and 4 ranks x precision, for a model of odd shapes with a scalar, the same with
 tied weights, and the same frozen under low-rank adapters. Every case trains two steps of two
@@ -84,14 +84,14 @@ def _planned(kind: str, precision: str, world_size: int) -> dict[tuple[int, str]
     }
 
 
-def _files(books: dict[str, int]) -> int:
-    return sum(size for kind, size in books.items() if kind.endswith("_nvme"))
+def _files(states: dict[str, int]) -> int:
+    return sum(size for kind, size in states.items() if kind.endswith("_nvme"))
 
 
-def _settled(books: dict[str, int]) -> int:
-    """Bytes of live tensors beyond the books, once gloo's threads have let go of theirs."""
+def _settled(states: dict[str, int]) -> int:
+    """Bytes of live tensors beyond the accounting, once gloo's threads have let go of theirs."""
     for _ in range(100):
-        rest = _live_bytes() - sum(books.values()) + _files(books)
+        rest = _live_bytes() - sum(states.values()) + _files(states)
         if rest == 0:
             break
         time.sleep(0.02)
@@ -113,7 +113,7 @@ def _hold(kind: str, precision: str, stage: int, tier: str, folder: str) -> Book
     model = engine.shard(_model(kind, precision))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = engine.prepare_optimizer(torch.optim.AdamW(trained, lr=1e-3))
-    books: Books = {}
+    states: Books = {}
     for step in range(2):
         for micro in range(MICRO_BATCHES):
             last = micro == MICRO_BATCHES - 1
@@ -121,19 +121,19 @@ def _hold(kind: str, precision: str, stage: int, tier: str, folder: str) -> Book
                 batch = tokens(step, micro, engine.rank)
                 loss = _loss(model, batch)
                 if micro == 0:
-                    books["after_forward"] = engine.memory()
+                    states["after_forward"] = engine.memory()
                 loss.backward()
                 del batch, loss
-            books["after_backward" if last else "after_backward_between"] = engine.memory()
+            states["after_backward" if last else "after_backward_between"] = engine.memory()
         optimizer.step()
-        books["after_step"] = engine.memory()
+        states["after_step"] = engine.memory()
         optimizer.zero_grad()
-        books["at_rest"] = engine.memory()
+        states["at_rest"] = engine.memory()
     if tier != "infinity":  # whose parameters are tensors without memory
-        assert _settled(books["at_rest"]) == 0, "the books are all the tensors there are"
+        assert _settled(states["at_rest"]) == 0, "the accounting are all the tensors there are"
     if engine._offload.optimizer_tier is not None:
         engine._offload.optimizer_tier.close()
-    return books
+    return states
 
 
 def _hold_all(kind: str, precision: str, folder: str) -> dict[tuple[int, str], Books]:
@@ -175,8 +175,8 @@ def _compare(pool: RankPool, tmp_path: Any, kind: str, precision: str, world_siz
     held = pool.run(_hold_all, world_size, kind, precision, str(tmp_path))[0]
     assert planned.keys() == held.keys() and len(held) == 3 * 3 + 3
     compared = 0
-    for case, books in held.items():
-        for phase, found in books.items():
+    for case, states in held.items():
+        for phase, found in states.items():
             for name in (*MODEL_STATE_KINDS, *TIER_KINDS):
                 if name.endswith("_nvme"):
                     continue  # below, as the plan has one figure for all files
@@ -187,5 +187,5 @@ def _compare(pool: RankPool, tmp_path: Any, kind: str, precision: str, world_siz
                 assert got == expected, (case, phase, name)
                 compared += expected > 0
         # At this moment there are gradients too.
-        assert _files(books["after_backward"]) == planned[case]["files"]["all"], case
+        assert _files(states["after_backward"]) == planned[case]["files"]["all"], case
     assert compared > 9 * 5 * 2

@@ -68,32 +68,32 @@ def _planned(low: bool, stage: int, world_size: int, **options: Any) -> Choice:
 
 
 def _hold(low: bool, stage: int) -> dict[str, Any]:
-    """Train two steps; return the books of the second by phase, and what the parameters are."""
+    """Train two steps; return the accounts of the second by phase, and what the parameters are."""
     param_dtype = "bf16" if low else None
     engine = ZeroEngine(ZeroConfig(stage=stage, param_dtype=param_dtype))  # type: ignore[arg-type]
     model = engine.shard(_adapted(torch.bfloat16 if low else torch.float32))
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
     optimizer = engine.prepare_optimizer(torch.optim.AdamW(trained, lr=1e-3))
-    books: dict[str, dict[str, int]] = {}
+    states: dict[str, dict[str, int]] = {}
     for _ in range(2):
         for micro in range(MICRO_BATCHES):
             last = micro == MICRO_BATCHES - 1
             with engine.micro_step(last=last):
                 loss = model(**_batch(engine.rank)).loss
                 if not micro:
-                    books["after_forward"] = engine.memory()
+                    states["after_forward"] = engine.memory()
                 loss.backward()
                 del loss
-            books["after_backward" if last else "after_backward_between"] = engine.memory()
+            states["after_backward" if last else "after_backward_between"] = engine.memory()
         assert all(p.grad is None for p in frozen) and all(p.grad is not None for p in trained)
         optimizer.step()
-        books["after_step"] = engine.memory()
+        states["after_step"] = engine.memory()
         optimizer.zero_grad()
-        books["at_rest"] = engine.memory()
+        states["at_rest"] = engine.memory()
     assert all(isinstance(p, DTensor) for p in frozen)
     return {
-        "books": books,
+        "books": states,
         "frozen": (len(frozen), {p.dtype for p in frozen}, sum(p.numel() for p in frozen)),
         "trained": (len(trained), {p.dtype for p in trained}, sum(p.numel() for p in trained)),
     }

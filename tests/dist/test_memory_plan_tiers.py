@@ -102,39 +102,39 @@ def _hold(
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),
     }
     trained = engine.prepare_optimizer(made[optimizer](model.parameters()))
-    books: dict[str, dict[str, int]] = {}
+    states: dict[str, dict[str, int]] = {}
     batch = _batch(kind, engine.rank)
     peak = 0
     for step in range(2):
         loss = _loss(model, batch)
-        books["after_forward"] = engine.memory()
+        states["after_forward"] = engine.memory()
         loss.backward()
         engine.after_backward()
         del loss
-        books["after_backward"] = engine.memory()
+        states["after_backward"] = engine.memory()
         if step == 0:
             trained.step()
         else:
             with CountedAllocations() as counted, counted.stretch("step"):
                 trained.step()
             peak = counted.peak("step")
-        books["after_step"] = engine.memory()
+        states["after_step"] = engine.memory()
         trained.zero_grad()
-        books["at_rest"] = engine.memory()
+        states["at_rest"] = engine.memory()
     on_disk, traffic = 0, engine.traffic()
     if isinstance(engine._offload.optimizer_tier, DiskTier):
         on_disk = engine._offload.optimizer_tier.path.stat().st_size
         engine._offload.optimizer_tier.close()
-    return books, on_disk, peak, traffic["bytes_read"] + traffic["bytes_written"]
+    return states, on_disk, peak, traffic["bytes_read"] + traffic["bytes_written"]
 
 
 def _compare(pool: RankPool, folder: Path, world_size: int, *case: Any) -> None:
     kind, stage, tier, optimizer = case
     choice = _planned(kind, stage, tier, optimizer, world_size)
     ranks = pool.run(_hold, world_size, kind, stage, tier, optimizer, str(folder))
-    books, on_disk, peak, moved = ranks[0]  # the plan's rank: no other has more rows
+    states, on_disk, peak, moved = ranks[0]  # the plan's rank: no other has more rows
     compared = 0
-    for phase, held in books.items():
+    for phase, held in states.items():
         planned = choice.timeline.phases[phase]
         for one in (*MODEL_STATE_KINDS, "optimizer_state_cpu", "staging"):
             assert held[one] == planned[one], (phase, one)
@@ -142,7 +142,7 @@ def _compare(pool: RankPool, folder: Path, world_size: int, *case: Any) -> None:
         assert held["snapshot"] == 0
     assert compared == 24
     assert choice.host == 0, "the memory of CPU ranks is the device's"
-    last = books["at_rest"]
+    last = states["at_rest"]
     if tier == "cpu":
         assert last["optimizer_state_cpu"] > 0
         assert choice.disk == last["optimizer_state_nvme"] == on_disk == 0
@@ -191,12 +191,12 @@ def test_a_budget_before_files_is_the_plans_too(pool: RankPool, tmp_path: Path) 
     budget = 21.5 / 1024
     choice = _planned("wide", 3, "nvme", "adamw", 2, offload_cpu_gib=budget)
     ranks = pool.run(_hold, 2, "wide", 3, "nvme", "adamw", str(tmp_path), budget)
-    books, _, _, moved = ranks[0]
-    for phase, held in books.items():
+    states, _, _, moved = ranks[0]
+    for phase, held in states.items():
         planned = choice.timeline.phases[phase]
         for one in (*MODEL_STATE_KINDS, "optimizer_state_cpu", "staging"):
             assert held[one] == planned[one], (phase, one)
-    last = books["at_rest"]
+    last = states["at_rest"]
     assert 20 * MIB <= last["optimizer_state_cpu"] <= 21.5 * MIB
     assert choice.disk == 2 * last["optimizer_state_nvme"] > 0
     assert choice.time.transfers * Machine().nvme_gb_s * 1e9 == pytest.approx(2 * moved)

@@ -112,7 +112,7 @@ def _run(
 
 
 def _books_are_the_plans(folder: Path, plan: RunPlan, world_size: int) -> int:
-    """Compare each rank's books of the last step with its plan, to the byte."""
+    """Compare each rank's accounts of the last step with its plan, to the byte."""
     rows = [json.loads(line) for line in (folder / "memory.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"] == STEPS]
     assert len(rows) == world_size * len(PHASES)

@@ -245,7 +245,7 @@ def accounts(folder: str) -> None:
         engine, model, optimizer = train(2, "nvme", folder, name, flat=True, steps=1)
         sizes = owned(model)
         first = engine.traffic()
-        books = engine.memory()
+        states = engine.memory()
         run(engine, model, optimizer, range(1, 2))
         traffic = engine.traffic()
         # Each moment of an owned element is read once and written once, in its own 4 bytes. What
@@ -257,17 +257,17 @@ def accounts(folder: str) -> None:
         assert traffic["bytes_written"] == traffic["bytes_read"]
         assert (traffic["waited_seconds"] > 0) == (moments > 0)
         assert first["bytes_read"] == 0 and first["bytes_written"] == traffic["bytes_written"]
-        assert books["optimizer_state_nvme"] == traffic["bytes_written"]
-        assert books["optimizer_state_cpu"] == 0
+        assert states["optimizer_state_nvme"] == traffic["bytes_written"]
+        assert states["optimizer_state_cpu"] == 0
         # In memory: one number per parameter, 6 buffers at most, and one block's gradients.
-        assert books["optimizer_state"] <= 4 * (len(sizes) + 3)
-        assert 0 < books["staging"] <= 6 * SMALL + SMALL
-        assert books["gradients"] == 0  # used up by the step
+        assert states["optimizer_state"] <= 4 * (len(sizes) + 3)
+        assert 0 < states["staging"] <= 6 * SMALL + SMALL
+        assert states["gradients"] == 0  # used up by the step
     engine, model, optimizer = train(3, "cpu", None, "adamw", flat=True, steps=2)
-    books = engine.memory()
+    states = engine.memory()
     exact = 8 * sum(owned(model))
-    assert exact <= books["optimizer_state_cpu"] <= exact + 2 * len(SIZES) * (64 + ALIGNMENT)
-    assert books["staging"] == books["optimizer_state_nvme"] == 0
+    assert exact <= states["optimizer_state_cpu"] <= exact + 2 * len(SIZES) * (64 + ALIGNMENT)
+    assert states["staging"] == states["optimizer_state_nvme"] == 0
     assert not any(engine.traffic().values())  # on CPU ranks the state is used where it is
     assert not set(TIER_KINDS) & set(ZeroEngine(ZeroConfig()).memory())
 
@@ -288,7 +288,7 @@ def accounts_of_parameters(folder: str) -> None:
         exact = sum(sizes)
         pieces = sum(max(1, -(-size * 4 // SMALL)) for size in sizes)
         slack = pieces * (64 + ALIGNMENT)
-        traffic, books = engine.traffic(), engine.memory()
+        traffic, states = engine.traffic(), engine.memory()
         # Read: the gathers (this model is one unit, gathered again for the backward), what is
         # there of the gradient before each further micro-batch, and weights, gradient and two
         # moments in the step. Written: a gradient for each micro-batch, weights and moments.
@@ -297,13 +297,13 @@ def accounts_of_parameters(folder: str) -> None:
         assert 4 * reads * exact <= traffic["bytes_read"] <= 4 * reads * exact + reads * slack
         written = traffic["bytes_written"]
         assert 4 * writes * exact <= written <= 4 * writes * exact + writes * slack
-        assert 4 * exact <= books["master_shards_nvme"] <= 4 * exact + slack
-        assert 8 * exact <= books["optimizer_state_nvme"] <= 8 * exact + 2 * slack
+        assert 4 * exact <= states["master_shards_nvme"] <= 4 * exact + slack
+        assert 8 * exact <= states["optimizer_state_nvme"] <= 8 * exact + 2 * slack
         # At rest nothing of a parameter is in memory but its scale, which every rank holds whole,
         # and what is read ahead for the next forward.
-        assert books["master_shards"] == 4 and books["gathered"] == books["gradients"] == 0
+        assert states["master_shards"] == 4 and states["gathered"] == states["gradients"] == 0
         ahead = 4 * sum(-(-size // engine.world_size) for size in SIZES) + len(SIZES) * ALIGNMENT
-        assert 0 < books["staging"] <= 6 * SMALL + 3 * SMALL + ahead
+        assert 0 < states["staging"] <= 6 * SMALL + 3 * SMALL + ahead
         with engine.micro_step(last=True):
             model(torch.tensor(0.5)).backward()
         held = engine.memory()

@@ -109,9 +109,9 @@ def in_bf16(root: str) -> None:
         results.append((engine, model))
     same_weights(results[1], results[0])
     engine, model = results[1]
-    books = engine.memory()
+    states = engine.memory()
     # Read for gathers is the copy in bf16, of half the size (regions are rounded up to 4 KiB).
-    assert 0 < books["compute_copies_nvme"] < books["master_shards_nvme"]
+    assert 0 < states["compute_copies_nvme"] < states["master_shards_nvme"]
     assert all(
         s.copy_bytes <= s.num_bytes / 2 + 4096 for s in engine._offload.parameter_tier._shards
     )  # type: ignore[union-attr]

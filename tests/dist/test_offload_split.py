@@ -78,17 +78,17 @@ def parity(root: str) -> None:
             ours = partly(stage, root, name, budget, steps=5, clip=clip)
             same_weights(ours[:2], plain[:2])
             assert same_state(ours[2], plain[2])
-            books = ours[0].memory()
-            assert books["optimizer_state_cpu"] + books["optimizer_state_nvme"] == everything
+            states = ours[0].memory()
+            assert states["optimizer_state_cpu"] + states["optimizer_state_nvme"] == everything
             # The budget holds, and is used but for less than one block.
-            assert books["optimizer_state_cpu"] <= budget
+            assert states["optimizer_state_cpu"] <= budget
             assert ours[0]._offload.optimizer_tier.near_bytes <= budget  # type: ignore[union-attr]
-            assert books["optimizer_state_cpu"] > budget - SMALL
+            assert states["optimizer_state_cpu"] > budget - SMALL
             # What is in memory is not moved.
             traffic = ours[0].traffic()
             assert traffic["bytes_read"] == traffic["bytes_written"]
-            assert traffic["bytes_read"] == moved - books["optimizer_state_cpu"]
-            some += 0 < books["optimizer_state_cpu"] < everything
+            assert traffic["bytes_read"] == moved - states["optimizer_state_cpu"]
+            some += 0 < states["optimizer_state_cpu"] < everything
         assert some >= 2
 
 
@@ -104,11 +104,11 @@ def with_parameters(root: str) -> None:
     ours = partly(3, root, "adamw", 5 * SMALL, steps=4, clip=True, mix="infinity")
     same_weights(ours[:2], plain[:2])
     assert same_state(ours[2], plain[2])
-    books, without = ours[0].memory(), whole[0].memory()
-    assert 4 * SMALL < books["optimizer_state_cpu"] <= 5 * SMALL
-    assert books["master_shards_nvme"] == without["master_shards_nvme"] > 0
-    saved = without["optimizer_state_nvme"] - books["optimizer_state_nvme"]
-    assert saved == books["optimizer_state_cpu"]
+    states, without = ours[0].memory(), whole[0].memory()
+    assert 4 * SMALL < states["optimizer_state_cpu"] <= 5 * SMALL
+    assert states["master_shards_nvme"] == without["master_shards_nvme"] > 0
+    saved = without["optimizer_state_nvme"] - states["optimizer_state_nvme"]
+    assert saved == states["optimizer_state_cpu"]
     traffic, more = ours[0].traffic(), whole[0].traffic()
     for direction in ("bytes_read", "bytes_written"):
         assert more[direction] - traffic[direction] == saved

@@ -52,9 +52,9 @@ def test_weights_are_bit_equal_and_state_is_not_on_the_gpu(
         engine, optimizer = train(stage, tier, tmp_path, fused)
         found = engine.full_state_dict()
         assert found and all(torch.equal(found[name], expected[name]) for name in expected)
-        books = engine.memory()
-        assert books[f"optimizer_state_{tier}"] > 0
-        assert books["optimizer_state"] < plain.memory()["optimizer_state"] / 50
+        states = engine.memory()
+        assert states[f"optimizer_state_{tier}"] > 0
+        assert states["optimizer_state"] < plain.memory()["optimizer_state"] / 50
         for values in optimizer.state.values():
             assert all(v.device.type == "cpu" for k, v in values.items() if v.ndim)
 
@@ -70,6 +70,6 @@ def test_parameters_are_not_on_the_gpu(tier: str, params: str, tmp_path: Path) -
     assert found
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
-    books = engine.memory()
-    assert books[f"master_shards_{params}"] > 0
-    assert books["master_shards"] < plain.memory()["master_shards"] / 50
+    states = engine.memory()
+    assert states[f"master_shards_{params}"] > 0
+    assert states["master_shards"] < plain.memory()["master_shards"] / 50

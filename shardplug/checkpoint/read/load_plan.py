@@ -187,7 +187,7 @@ class OptimizerPlan:
 def plan_optimizer(
     manifest: Mapping[str, Any],
     index: int,
-    besides: Mapping[str, Any],
+    others: Mapping[str, Any],
     models: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -214,14 +214,14 @@ def plan_optimizer(
     here = {theirs: name for name, theirs in saved.items()}
     groups = [
         {**group, "params": [here.get(name, name) for name in group["params"]]}
-        for group in besides["param_groups"]
+        for group in others["param_groups"]
     ]
     chosen = dict(names)
     if optimizer is not None:
-        check_class(optimizer, besides)
+        check_class(optimizer, others)
         match_groups(optimizer, names, groups, strict=strict)
         chosen = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
-    _refuse_both(state, besides["plain_state"])
+    _refuse_both(state, others["plain_state"])
     targets: dict[str, dict[str, torch.Tensor]] = {}
     wrong: list[str] = []
     for parameter, name in chosen.items():
@@ -244,9 +244,9 @@ def plan_optimizer(
     return OptimizerPlan(
         targets=targets,
         saved={name: saved.get(name, name) for name in targets},
-        plain={here.get(name, name): values for name, values in besides["plain_state"].items()},
+        plain={here.get(name, name): values for name, values in others["plain_state"].items()},
         groups=groups,
-        kind=besides.get("class"),
+        kind=others.get("class"),
         left_out={name: None for name, values in state.items() if values and name not in taken},
     )
 

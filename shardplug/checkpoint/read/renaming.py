@@ -89,16 +89,16 @@ class Renaming:
         index, front, name = _split(name)
         return front + self.saved(index, name)
 
-    def groups(self, besides: Mapping[str, Any]) -> dict[str, Any]:
+    def groups(self, others: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint has of an optimizer besides tensors, with the new names."""
         return {
-            **besides,
+            **others,
             "param_groups": [
                 {**group, "params": [self._new_parameter(name) for name in group["params"]]}
-                for group in besides["param_groups"]
+                for group in others["param_groups"]
             ],
             "plain_state": {
-                self._new_parameter(name): values for name, values in besides["plain_state"].items()
+                self._new_parameter(name): values for name, values in others["plain_state"].items()
             },
         }
 

@@ -49,13 +49,13 @@ def fetch_in_step(loader: DataLoader[Any], limit: int | float | None = None) -> 
 
 
 def reads_in_step(loader: DataLoader[Any], together: Together) -> DataLoader[Any]:
-    """Return a twin of `loader`, of a subclass of its class, that reads with the other ranks."""
-    twin = copy.copy(loader)
+    """Return a copy of `loader`, of a subclass of its class, that reads with the other ranks."""
+    copied = copy.copy(loader)
     kind = type(loader)
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    twin.__class__ = type(kind.__name__, (_InStep, kind), body)
-    vars(twin)["_together"] = together
-    return twin
+    copied.__class__ = type(kind.__name__, (_InStep, kind), body)
+    vars(copied)["_together"] = together
+    return copied
 
 
 class _InStep(DataLoader[Any]):

@@ -50,7 +50,7 @@ def resumable(
     resumed: Callable[[int, int], None] = lambda saved, skipped: None,
     together: Together | None = None,
 ) -> DataLoader[Any]:
-    """Return a resumable twin of `loader`; a loader that is resumable already is returned as is.
+    """Return a resumable copy of `loader`; a loader that is resumable already is returned as is.
 
     Args:
         loader: Any DataLoader, also of a subclass. It is not changed.
@@ -65,12 +65,12 @@ def resumable(
     """
     if is_resumable(loader):
         return loader
-    twin = copy.copy(loader)
+    copied = copy.copy(loader)
     kind = type(loader)
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    twin.__class__ = type(kind.__name__, (_Resumable, kind), body)
-    vars(twin)["_position"] = Position(before_fetch, beginning, resumed, together)
-    return twin
+    copied.__class__ = type(kind.__name__, (_Resumable, kind), body)
+    vars(copied)["_position"] = Position(before_fetch, beginning, resumed, together)
+    return copied
 
 
 class _Resumable(DataLoader[Any]):

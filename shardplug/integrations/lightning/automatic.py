@@ -64,7 +64,7 @@ def _first_batch(trainer: Any) -> Any:
 
 
 def _optimizer(module: nn.Module) -> torch.optim.Optimizer | None:
-    """Ask the module for its optimizer, on a twin without weights; None where it needs more."""
+    """Ask the module for its optimizer, on a meta copy; None where it needs weights."""
     try:
         made: Any = meta_copy(module).configure_optimizers()  # type: ignore[operator]
     except Exception:

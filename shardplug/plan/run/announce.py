@@ -36,9 +36,9 @@ class Announcement:
     ) -> None:
         self._engine = engine
         self._listens = listens
-        self._foresight: FirstStepPlanner | None = None
+        self._planner: FirstStepPlanner | None = None
         if engine.rank == 0 and _LOG.isEnabledFor(logging.INFO):
-            self._foresight = FirstStepPlanner(
+            self._planner = FirstStepPlanner(
                 engine,
                 True,
                 lambda plan: None,
@@ -50,21 +50,21 @@ class Announcement:
 
     def follow_models(self) -> None:
         """Look at the calls of the models that are sharded by now."""
-        if self._foresight is not None and self._listens:
-            self._foresight.follow_models()
+        if self._planner is not None and self._listens:
+            self._planner.follow_models()
 
     def begin(self, first: Callable[[], FirstStep]) -> None:
         """Say what the first micro-batch runs; later calls do nothing."""
-        if self._foresight is not None:
-            self._foresight.begin(first)
+        if self._planner is not None:
+            self._planner.begin(first)
 
     def _on_phase(self, phase: str) -> None:
-        if self._foresight is None:
+        if self._planner is None:
             return
         if phase == "after_backward":
-            self._foresight.after_backward()
+            self._planner.after_backward()
         elif phase == "after_step":
-            self._foresight.after_step()
-            self._foresight.stop_listening()
-            self._foresight = None
+            self._planner.after_step()
+            self._planner.stop_listening()
+            self._planner = None
             self._engine.remove_phase_listener(self._on_phase)

@@ -43,7 +43,7 @@ class Running:
     """What the engine knows of a run."""
 
     config: ZeroConfig
-    twin: nn.Module
+    meta_model: nn.Module
     """The model's structure, on meta."""
     call: Call
     devices: int
@@ -88,7 +88,7 @@ class Running:
         fixed = alone or config.activation_checkpointing
         with NoCollectives(), torch.enable_grad():  # type: ignore[no-untyped-call]
             return plan(
-                self.twin,
+                self.meta_model,
                 devices=self.devices,
                 nodes=self.nodes,
                 device_memory_gib=room.device_gib,

@@ -105,7 +105,7 @@ def announce_state(engine: ZeroEngine, optimizer: torch.optim.Optimizer, tier: s
         if size > available:
             words += '. That is too little: use offload_optimizer="nvme", or more nodes'
     if engine.config.offload_params == "nvme":
-        books = engine.memory()
-        beside = local * (2 * books["master_shards_nvme"] + books["compute_copies_nvme"])
+        states = engine.memory()
+        beside = local * (2 * states["master_shards_nvme"] + states["compute_copies_nvme"])
         words += f"; parameters and gradients in files: about {beside / GIB:.3g} GiB"
     _LOG.info(words)

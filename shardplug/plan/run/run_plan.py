@@ -1,4 +1,4 @@
-"""The plan of a run that has begun: made of the engine's books and the first batch.
+"""The plan of a run that has begun: made of the engine's accounting and the first batch.
 
 Model states follow from the units, the dtypes and the optimizers that the engine has, and are
 exact. Activations come from a trace of the step that is about to run; where it cannot be traced
@@ -128,7 +128,7 @@ _ALIKE = {
 
 
 def _shown(plan: MemoryTimeline, phase: str) -> dict[str, int]:
-    """Of several micro-batches a tracker shows the one with the largest books, and so does this."""
+    """Return the micro-batch with the largest model states, as a tracker shows it."""
     held = [plan.phases[name] for name in _ALIKE[phase] if name in plan.phases]
     return max(held, key=lambda each: sum(each[kind] for kind in MODEL_STATE_KINDS))
 
@@ -141,7 +141,8 @@ def predicted_model_states(plan: MemoryTimeline) -> dict[str, dict[str, int]]:
 def predicted_phases(plan: MemoryTimeline) -> dict[str, dict[str, int]]:
     """Return what is planned for each phase that a tracker knows, by the kinds of a tracker.
 
-    "other" is all that is in no book: activations, logits, buffers of collectives and the model's.
+    "other" is all that is not accounted for: activations, logits, buffers of collectives and the
+    model's.
     """
     found = {}
     for phase in _ALIKE:

@@ -61,8 +61,8 @@ def train(
                 optimizer.zero_grad()
     assert acc.completed_steps == 6
     if tier == "both":
-        books = acc.engine.memory()
-        assert 0 < books["optimizer_state_cpu"] <= 3e-5 * 2**30 and books["optimizer_state_nvme"]
+        states = acc.engine.memory()
+        assert 0 < states["optimizer_state_cpu"] <= 3e-5 * 2**30 and states["optimizer_state_nvme"]
     return acc.engine.full_state_dict(rank0_only=False)
 
 

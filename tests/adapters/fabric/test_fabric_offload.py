@@ -44,8 +44,8 @@ def train(root: str) -> None:
         run.save(f"{root}/{tier}", {"model": model, "optimizer": optimizer})
         steps(run, model, optimizer, 3, 5)
         found[tier] = whole(model)
-    books = run.strategy.engine.memory()
-    assert 0 < books["optimizer_state_cpu"] <= 4096 and books["optimizer_state_nvme"] > 0
+    states = run.strategy.engine.memory()
+    assert 0 < states["optimizer_state_cpu"] <= 4096 and states["optimizer_state_nvme"] > 0
     for before, after in (("infinity", "none"), ("none", "infinity"), ("cpu", "nvme")):
         run, model, optimizer = start(after, root)
         run.load(f"{root}/{before}", {"model": model, "optimizer": optimizer})

@@ -65,8 +65,8 @@ def train(root: str) -> None:
     for tier in ("cpu", "nvme", "infinity", "both"):
         module, run = fit(tier, root, steps=6)
         equal(module, expected)
-    books = run.strategy.engine.memory()
-    assert 0 < books["optimizer_state_cpu"] <= 4096 and books["optimizer_state_nvme"] > 0
+    states = run.strategy.engine.memory()
+    assert 0 < states["optimizer_state_cpu"] <= 4096 and states["optimizer_state_nvme"] > 0
     resumed = []
     for before, after in (("none", "none"), ("nvme", "infinity"), ("infinity", "cpu")):
         _, run = fit(before, root, steps=3)

@@ -19,12 +19,12 @@ class FakeEngine:
         self.rank = rank
         self.world_size = world_size
         self.config = SimpleNamespace(stage=3)
-        self.books = {"master_shards": 10, "gathered": 0, "gradients": 0, "optimizer_state": 0}
-        self.books["snapshot"] = 0
+        self.states = {"master_shards": 10, "gathered": 0, "gradients": 0, "optimizer_state": 0}
+        self.states["snapshot"] = 0
         self.listeners: list[Callable[[str], None]] = []
 
     def memory(self) -> dict[str, int]:
-        return dict(self.books)
+        return dict(self.states)
 
     def add_phase_listener(self, fn: Callable[[str], None]) -> None:
         self.listeners.append(fn)
@@ -32,8 +32,8 @@ class FakeEngine:
     def remove_phase_listener(self, fn: Callable[[str], None]) -> None:
         self.listeners.remove(fn)
 
-    def emit(self, phase: str, **books: int) -> None:
-        self.books.update(books)
+    def emit(self, phase: str, **states: int) -> None:
+        self.states.update(states)
         for listener in list(self.listeners):
             listener(phase)
 

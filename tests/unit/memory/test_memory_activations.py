@@ -35,7 +35,7 @@ def model() -> nn.Module:
 def running(config: ZeroConfig, device: str = "cuda") -> Running:
     return Running(
         config=config,
-        twin=meta_copy(model()),
+        meta_model=meta_copy(model()),
         call=Call("forward", (shapes_of(BATCH),), {}),
         devices=2,
         nodes=1,

@@ -55,7 +55,7 @@ class _Engine:
     config: Any = None
 
     def memory(self) -> dict[str, int]:
-        raise ValueError("the books are gone")
+        raise ValueError("the accounting are gone")
 
 
 def test_a_report_that_fails_hides_nothing(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_report_that_fails_hides_nothing(tmp_path: Path) -> None:
         raise MemoryError("no room")
     assert str(caught.value) == "no room"
     notes = getattr(caught.value, "__notes__", [])
-    assert any("the books are gone" in text for text in [*notes, written.getvalue()])
+    assert any("the accounting are gone" in text for text in [*notes, written.getvalue()])
     assert (sys.version_info < (3, 11)) == (not notes)
 
 
@@ -101,15 +101,15 @@ def test_a_twin_shares_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyLM(tied=True)
     model.register_buffer("known", torch.ones(3))
     model.first = [model.blocks[0]]  # a list of modules is no child
-    twin = meta_copy(model)
-    assert [n for n, _ in twin.named_parameters()] == [n for n, _ in model.named_parameters()]
-    assert twin.head.weight is twin.embed.weight and twin.head.weight.is_meta
-    assert twin.first[0] is twin.blocks[0]
+    meta_model = meta_copy(model)
+    assert [n for n, _ in meta_model.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert meta_model.head.weight is meta_model.embed.weight and meta_model.head.weight.is_meta
+    assert meta_model.first[0] is meta_model.blocks[0]
     assert not any(p.is_meta for p in model.parameters()) and not model.known.is_meta
     call = shapes_of({"ids": tokens(0, 0, 0), "attention_mask": torch.zeros(2, 9), "x": object()})
     assert call["ids"].is_meta and bool(call["attention_mask"].all()) and call["x"] is None
     with NoCollectives():  # type: ignore[no-untyped-call]
-        assert twin(call["ids"]).shape == (2, 9, 257)
+        assert meta_model(call["ids"]).shape == (2, 9, 257)
 
 
 @pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])

@@ -41,8 +41,8 @@ def _rows(timeline: MemoryTimeline, step: int, **changes: int) -> list[MemoryRow
     """Rows as planned, but for the changes."""
     rows = []
     numbers = {field.name: 0 for field in dataclasses.fields(MemoryRow)}
-    for phase, books in predicted_model_states(timeline).items():
-        planned = {f"{kind}_bytes": books[kind] for kind in MODEL_STATE_KINDS}
+    for phase, states in predicted_model_states(timeline).items():
+        planned = {f"{kind}_bytes": states[kind] for kind in MODEL_STATE_KINDS}
         values = {**numbers, **planned, "peak_bytes": timeline.peak.total, **changes}
         rows.append(MemoryRow(**{**values, "step": step, "phase": phase, "rank": 0}))
     return rows

@@ -21,7 +21,7 @@ def _running(device: str, **fields: Any) -> Running:
     """A run of two ranks; micro-batches of one sample cannot be made smaller."""
     return Running(
         config=ZeroConfig(**fields),
-        twin=meta_copy(TinyLM(width=72, hidden=288)),
+        meta_model=meta_copy(TinyLM(width=72, hidden=288)),
         call=Call("forward", shapes_of((tokens(0, 0, 0)[:1],)), {}),
         devices=2,
         nodes=1,

@@ -36,7 +36,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_tracker_records_tiers_and_counts_those_in_memory() -> None:
     engine, sink = FakeEngine(), ListSink()
-    engine.books |= TIERS
+    engine.states |= TIERS
     tracker = MemoryTracker(engine, [sink])
     engine.step()
     tracker.close()

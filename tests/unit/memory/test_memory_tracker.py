@@ -27,7 +27,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _books(row: MemoryRow) -> tuple[int, ...]:
+def _states(row: MemoryRow) -> tuple[int, ...]:
     return tuple(row.by_kind.values())[:4]
 
 
@@ -39,8 +39,8 @@ def test_rows_hold_the_books_of_each_phase() -> None:
     assert [row.step for rows in sink.steps for row in rows] == [1, 1, 1, 2, 2, 2]
     first, second = sink.steps
     assert [row.phase for row in first] == ["after_forward", "after_backward", "after_step"]
-    assert [_books(row) for row in first] == [(10, 40, 0, 0), (10, 0, 20, 0), (10, 0, 20, 80)]
-    assert [_books(row) for row in second] == [(10, 40, 0, 80), (10, 0, 20, 80), (10, 0, 20, 80)]
+    assert [_states(row) for row in first] == [(10, 40, 0, 0), (10, 0, 20, 0), (10, 0, 20, 80)]
+    assert [_states(row) for row in second] == [(10, 40, 0, 80), (10, 0, 20, 80), (10, 0, 20, 80)]
     assert tracker.last_rows == second
     assert tracker.total_bytes == max(row.total_bytes for row in second)
     assert tracker.peak_bytes == max(row.peak_bytes for row in second)
@@ -88,7 +88,7 @@ def test_several_micro_batches_show_the_largest_books() -> None:
         engine.emit("after_forward", gathered=40)
         engine.emit("after_backward", gathered=0, gradients=gradients)
     engine.emit("after_step")
-    assert [_books(row) for row in sink.steps[0]] == [
+    assert [_states(row) for row in sink.steps[0]] == [
         (10, 40, 30, 0),
         (10, 0, 30, 0),
         (10, 0, 20, 0),
@@ -155,8 +155,8 @@ def test_bad_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="Expected first_step >= 0, got -1"):
         MemoryTracker(FakeEngine(), first_step=-1)
     engine = FakeEngine()
-    engine.books["disk"] = 1
-    with pytest.raises(ConfigError, match="books of master_shards, .* got disk, gathered"):
+    engine.states["disk"] = 1
+    with pytest.raises(ConfigError, match="accounts of master_shards, .* got disk, gathered"):
         MemoryTracker(engine)
     assert engine.listeners == []
 

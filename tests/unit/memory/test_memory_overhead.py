@@ -43,9 +43,9 @@ def _choice() -> Choice:
 
 def test_besides_is_what_is_used_less_books_and_plan() -> None:
     used = Used(now=1000, most=1100, base=200)
-    assert used.besides(books=300, beyond=250) == 450
-    assert used.besides(books=300, beyond=650) == 200, "never less than at the start"
-    assert replace(used, kept=150).besides(books=300, beyond=250) == 300, "freed is not needed"
+    assert used.overhead(states=300, beyond=250) == 450
+    assert used.overhead(states=300, beyond=650) == 200, "never less than at the start"
+    assert replace(used, kept=150).overhead(states=300, beyond=250) == 300, "freed is not needed"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not say")
