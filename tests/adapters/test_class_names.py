@@ -59,7 +59,7 @@ NAMES = {
     "transformers/cli/*": "serves models that are not sharded",
     "transformers/model_debugging_utils.py": "names a file",
     "transformers/testing_utils.py": "tests of transformers",
-    "integrations/accelerate/accelerator.py": "names modules of FSDP1 in a warning",
+    "accelerate/accelerator.py": "names modules of FSDP1 in a warning",
     "accelerate/hooks.py": "device_map, which is refused",
     "accelerate/utils/modeling.py": "device_map, which is refused; quantised layers",
     "accelerate/utils/dataclasses.py": "Megatron; finds a class by its name, for FSDP's wrapping",

@@ -67,7 +67,7 @@ def test_an_unmodified_script_is_sharded_and_equals_one_process(tmp_path: Path) 
     )
     found = result(process, tmp_path)
     assert process.stdout.count("shardplug: ZeRO stage 2 over 2 ranks") == 1
-    assert found["class"].startswith("shardplug.accelerate")
+    assert found["class"].startswith("shardplug.integrations.accelerate")
     assert found["sharded"] == 5
     assert found["argv"] == [str(tmp_path), "wandb"]
     assert is_checkpoint(tmp_path / "epoch_0") and is_checkpoint(tmp_path / "epoch_1")
@@ -104,7 +104,7 @@ def test_an_unmodified_trainer_script_equals_one_process(tmp_path: Path) -> None
     found = result(process, together)
     assert process.stdout.count("shardplug: ZeRO stage 3 over 2 ranks") == 2  # two Trainers
     assert (expected["class"], expected["sharded"]) == ("accelerate.accelerator", 0)
-    assert found["class"].startswith("shardplug.accelerate")
+    assert found["class"].startswith("shardplug.integrations.accelerate")
     assert found["sharded"] > 10 and found["world"] == 2
     assert len(found["losses"]) == 5
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
