@@ -75,7 +75,11 @@ def check_launch(environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: When there was no launcher, or the YAML names no stage or a wrong one.
     """
-    from shardplug.integrations.accelerate.options import ENVIRONMENT_NAME, PREFIX, read_config
+    from shardplug.integrations.accelerate.launch_options import (
+        ENVIRONMENT_NAME,
+        PREFIX,
+        LaunchOptions,
+    )
 
     launched = environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not launched or "LOCAL_RANK" not in environment:
@@ -88,7 +92,7 @@ def check_launch(environment: Mapping[str, str]) -> None:
             'Expected fsdp_sharding_strategy: "shardplug:zero3" under fsdp_config in the YAML, '
             f"got {environment.get(ENVIRONMENT_NAME)!r}."
         )
-    read_config(None, environment)
+    LaunchOptions.read(None, environment)
 
 
 def main(arguments: Sequence[str]) -> int:

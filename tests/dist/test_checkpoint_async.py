@@ -422,6 +422,6 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
         assert not (tmp_path / case).exists()
         for rank in range(2):
             log = logs[f"log-{case}-{rank}"]
-            said = f"shardplug: The save to {tmp_path / case} in the background failed. {why}"
+            said = f"The save to {tmp_path / case} in the background failed. {why}"
             assert said in log, log
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]

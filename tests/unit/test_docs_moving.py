@@ -8,7 +8,7 @@ import re
 import pytest
 
 from shardplug import ZeroConfig
-from shardplug.integrations.accelerate.options import ENVIRONMENT_NAME, read_config
+from shardplug.integrations.accelerate.launch_options import ENVIRONMENT_NAME, LaunchOptions
 from tests.support.printed import PAGES, ROOT
 
 GUIDES = [ROOT / "docs" / "guides" / name for name in ("from-deepspeed.md", "from-fsdp.md")]
@@ -34,7 +34,7 @@ def test_strings_for_the_yaml_are_read() -> None:
     printed = {s for p in PAGES for s in re.findall(r'"(shardplug:[^".]+)"', p.read_text())}
     assert len(printed) > 8
     for text in printed:
-        assert read_config(None, {ENVIRONMENT_NAME: text})
+        assert LaunchOptions.read(None, {ENVIRONMENT_NAME: text}).config
 
 
 def test_configurations_in_running_text_have_fields_that_exist() -> None:

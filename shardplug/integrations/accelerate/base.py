@@ -23,12 +23,10 @@ from shardplug.integrations.accelerate.distributed import (
     switch_to_fsdp,
     wants_cpu,
 )
+from shardplug.integrations.accelerate.launch_options import LaunchOptions
 from shardplug.integrations.accelerate.mixed import grad_scaler
 from shardplug.integrations.accelerate.options import (
     make_plugin,
-    read_async_save,
-    read_budget,
-    read_config,
     refuse_settings,
     with_plugin,
     with_precision,
@@ -67,9 +65,12 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
         signature = inspect.signature(_Stock.__init__)
         arguments = dict(signature.bind_partial(self, *args, **kwargs).arguments)
         del arguments["self"]
-        config = read_config(zero, os.environ)
-        self._budget = read_budget(zero, os.environ)
-        self._async_save = read_async_save(async_save, zero, os.environ)
+        options = LaunchOptions.read(zero, os.environ, async_save)
+        config, self._budget, self._async_save = (
+            options.config,
+            options.budget,
+            bool(options.async_save),
+        )
         refuse_settings(arguments, os.environ)
         plugin = make_plugin(arguments.pop("fsdp_plugin", None), os.environ)
         config = with_plugin(config, plugin)

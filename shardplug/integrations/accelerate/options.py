@@ -11,30 +11,13 @@ import torch
 
 from shardplug.config import ZeroConfig
 from shardplug.errors import ConfigError
-from shardplug.plan.auto import AutoBudget, split_auto
 
 __all__ = [
-    "ENVIRONMENT_NAME",
-    "PREFIX",
     "make_plugin",
-    "read_async_save",
-    "read_budget",
-    "read_config",
     "refuse_settings",
     "with_plugin",
     "with_precision",
 ]
-
-ENVIRONMENT_NAME = "FSDP_SHARDING_STRATEGY"
-"""What `accelerate launch` makes of `fsdp_config.fsdp_sharding_strategy`; FSDP2 ignores it."""
-
-PREFIX = "shardplug:"
-"""Marks the string in the YAML as ours."""
-
-_HOW_TO = (
-    'Write fsdp_sharding_strategy: "shardplug:zero3" under fsdp_config in the YAML given to '
-    '`accelerate launch --config_file`, or Accelerator(zero="zero3") in Python.'
-)
 
 # Environment switch of `accelerate launch` -> what it starts instead of, or around, our sharding.
 _OTHER_ENGINES = {
@@ -45,8 +28,6 @@ _OTHER_ENGINES = {
 
 _CHECKED = "_shardplug_checked"
 
-_ASYNC = "async_save"
-
 _OTHER_ENGINE_ARGUMENTS = (
     "deepspeed_plugin",
     "deepspeed_plugins",
@@ -54,98 +35,6 @@ _OTHER_ENGINE_ARGUMENTS = (
     "torch_tp_plugin",
     "parallelism_config",
 )
-
-
-def read_config(zero: str | ZeroConfig | None, environment: Mapping[str, str]) -> ZeroConfig:
-    """Find the ZeRO configuration of an Accelerator.
-
-    Args:
-        zero: A configuration, a string like "zero3" or "stage=2,replicate_size=2", or None for
-            the string that `accelerate launch` passes on from the YAML.
-        environment: The process environment.
-
-    Raises:
-        ConfigError: When neither is given, both are and differ, or the string is wrong.
-    """
-    text = environment.get(ENVIRONMENT_NAME, "")
-    launched = None
-    if text.startswith(PREFIX):
-        launched = ZeroConfig.parse(split_auto(_without_async(text)[0])[0])
-    if isinstance(zero, str):
-        zero = ZeroConfig.parse(split_auto(_without_async(zero)[0])[0])
-    elif zero is not None and not isinstance(zero, ZeroConfig):
-        raise ConfigError(
-            f"Expected zero to be a string or a ZeroConfig, got {type(zero).__name__}. {_HOW_TO}"
-        )
-    if zero is None and launched is None:
-        got = f", got fsdp_sharding_strategy {text!r}" if text else ""
-        raise ConfigError(f"Expected a ZeRO stage for the Accelerator{got}. {_HOW_TO}")
-    if zero is not None and launched is not None and zero != launched:
-        raise ConfigError(
-            f"Expected one ZeRO configuration, got {zero} in Python and {launched} from the YAML "
-            f"({ENVIRONMENT_NAME}={text!r}). Leave one of them out."
-        )
-    found = zero or launched
-    assert found is not None
-    return found
-
-
-def read_budget(zero: str | ZeroConfig | None, environment: Mapping[str, str]) -> AutoBudget | None:
-    """Find the budget of zero_auto in the string of `read_config`, or None without it.
-
-    Raises:
-        ConfigError: For an impossible value, or where Python says another thing than the YAML.
-    """
-    launched = environment.get(ENVIRONMENT_NAME, "")
-    texts = [zero] if isinstance(zero, str) else []
-    texts += [launched] if launched.startswith(PREFIX) else []
-    found = [split_auto(_without_async(text)[0])[1] for text in texts]
-    if zero is not None and texts and not isinstance(zero, str):
-        found.append(None)
-    if any(budget != found[0] for budget in found):
-        raise ConfigError(
-            f"Expected one ZeRO configuration, got zero={zero!r} in Python and "
-            f"{ENVIRONMENT_NAME}={launched!r} from the YAML. Leave one of them out."
-        )
-    return found[0] if found else None
-
-
-def read_async_save(
-    given: bool | None, zero: str | ZeroConfig | None, environment: Mapping[str, str]
-) -> bool:
-    """Find whether checkpoints are written in the background.
-
-    Args:
-        given: The Accelerator's argument; None leaves it to the strings.
-        zero: As in `read_config`; a string may have the option `async_save=true`.
-        environment: The process environment; the YAML's string may have that option too.
-
-    Raises:
-        ConfigError: When the option has another value, or is given twice and differs.
-    """
-    launched = environment.get(ENVIRONMENT_NAME, "")
-    texts = [zero] if isinstance(zero, str) else []
-    texts += [launched] if launched.startswith(PREFIX) else []
-    found = [given, *(_without_async(text)[1] for text in texts)]
-    values = {value for value in found if value is not None}
-    if len(values) > 1:
-        raise ConfigError(
-            f"Expected one async_save, got async_save={given}, zero={zero!r} in Python and "
-            f"{ENVIRONMENT_NAME}={launched!r} from the YAML. Leave all but one out."
-        )
-    return values == {True}
-
-
-def _without_async(text: str) -> tuple[str, bool | None]:
-    """Take `async_save=...`, which is the Accelerator's own, out of a ZeRO configuration."""
-    parts = [part.strip() for part in text.removeprefix(PREFIX).split(",")]
-    values = [p.partition("=")[2].strip() for p in parts if p.partition("=")[0].strip() == _ASYNC]
-    rest = ",".join(p for p in parts if p.partition("=")[0].strip() != _ASYNC)
-    if not values:
-        return rest, None
-    if len(values) > 1 or values[0].lower() not in ("true", "false"):
-        raise ConfigError(f"Expected async_save=true or async_save=false, once, got {text!r}.")
-    return rest, values[0].lower() == "true"
 
 
 def refuse_settings(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:

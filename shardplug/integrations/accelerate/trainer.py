@@ -11,7 +11,7 @@ from shardplug.checkpoint.state.frozen_base import note_base
 from shardplug.collective import together
 from shardplug.errors import ConfigError
 from shardplug.integrations.accelerate.accelerator import Accelerator
-from shardplug.integrations.accelerate.options import read_async_save
+from shardplug.integrations.accelerate.launch_options import LaunchOptions
 
 __all__ = ["TrainerAccelerator", "refuse_arguments"]
 
@@ -70,7 +70,7 @@ class TrainerAccelerator(Accelerator):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if read_async_save(None, None, os.environ):
+        if LaunchOptions.read(None, os.environ).async_save:
             raise ConfigError(
                 "async_save=true is not available with Hugging Face's Trainer, which removes older "
                 "checkpoints as soon as a save returns. Take it out of fsdp_sharding_strategy."

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardplug.checkpoint import is_checkpoint, resume_point
 from shardplug.errors import CheckpointError, ConfigError
-from shardplug.integrations.accelerate.options import read_async_save, read_config
+from shardplug.integrations.accelerate.launch_options import LaunchOptions
 from tests.adapters.accelerate.common import WORLD, accelerator
 from tests.support.held_saves import held_saves
 from tests.support.pool import RankPool
@@ -113,17 +113,20 @@ def test_saves_beside_training(pool: RankPool, tmp_path: Path) -> None:
 
 def test_the_option_may_stand_in_either_string() -> None:
     launched = {"FSDP_SHARDING_STRATEGY": "shardplug:zero2, async_save=true"}
-    assert read_config(None, launched).stage == 2
-    assert read_config("zero3,async_save=false", {}).stage == 3
-    assert read_config("async_save=true,stage=1", {}).stage == 1
-    assert read_async_save(None, None, launched)
-    assert read_async_save(True, "zero2", {}) and read_async_save(True, None, launched)
-    assert not read_async_save(None, "zero2", {})
-    assert not read_async_save(None, "zero2,async_save=false", {})
+    assert LaunchOptions.read(None, launched).config.stage == 2
+    assert LaunchOptions.read("zero3,async_save=false", {}).config.stage == 3
+    assert LaunchOptions.read("async_save=true,stage=1", {}).config.stage == 1
+    assert LaunchOptions.read(None, launched, None).async_save
+    assert (
+        LaunchOptions.read("zero2", {}, True)
+        and LaunchOptions.read(None, launched, True).async_save
+    )
+    assert not LaunchOptions.read("zero2", {}, None).async_save
+    assert not LaunchOptions.read("zero2,async_save=false", {}, None).async_save
     with pytest.raises(ConfigError, match="Expected one async_save"):
-        read_async_save(False, None, launched)
+        LaunchOptions.read(None, launched, False)
     with pytest.raises(ConfigError, match="async_save=true or async_save=false"):
-        read_async_save(None, "zero2,async_save=yes", {})
+        LaunchOptions.read("zero2,async_save=yes", {}, None)
 
 
 def damaged_newest(root: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardplug import ConfigError
-from shardplug.integrations.accelerate.options import ENVIRONMENT_NAME, read_budget, read_config
+from shardplug.integrations.accelerate.launch_options import ENVIRONMENT_NAME, LaunchOptions
 from shardplug.plan.auto import split_auto
 from tests.adapters.accelerate.common import accelerator, loader, samples, seeded_model
 from tests.support.models import lm_loss
@@ -51,11 +51,11 @@ def test_the_string_is_read() -> None:
     assert (budget.device_memory_gib, budget.nvme_path) == (24.0, "swap")
     assert split_auto("zero3,prefetch=2") == ("zero3,prefetch=2", None)
     launched = {ENVIRONMENT_NAME: "shardplug:zero_auto,seq_length=64,micro_batch=2"}
-    assert read_config(None, launched).stage == 3
-    found = read_budget(None, launched)
+    assert LaunchOptions.read(None, launched).config.stage == 3
+    found = LaunchOptions.read(None, launched).budget
     assert found is not None and (found.seq_length, found.micro_batch) == (64, 2)
-    assert read_budget("zero3", {}) is None
+    assert LaunchOptions.read("zero3", {}).budget is None
     with pytest.raises(ConfigError, match="device_memory_gib to be a number"):
         split_auto("zero_auto,device_memory_gib=much")
     with pytest.raises(ConfigError, match="one ZeRO configuration"):
-        read_budget("zero3", launched)
+        LaunchOptions.read("zero3", launched)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardplug import ZeroConfig
-from shardplug.integrations.accelerate.options import ENVIRONMENT_NAME, read_config
+from shardplug.integrations.accelerate.launch_options import ENVIRONMENT_NAME, LaunchOptions
 from tests.adapters.accelerate.common import MAX_NORM, accelerator, loader, samples, seeded_model
 from tests.support.activations import small_ones_move
 from tests.support.models import lm_loss
@@ -106,9 +106,14 @@ def test_accelerate(pool: RankPool, tmp_path: Path) -> None:
 def test_the_yaml_string_names_the_tier() -> None:
     text = "shardplug:stage=3,offload_optimizer=nvme,nvme_path=/mnt/nvme"
     expected = ZeroConfig(stage=3, offload_optimizer="nvme", nvme_path="/mnt/nvme")
-    assert read_config(None, {ENVIRONMENT_NAME: text}) == expected
-    assert read_config(None, {ENVIRONMENT_NAME: "shardplug:zero1_cpu"}).offload_optimizer == "cpu"
-    infinity = read_config(None, {ENVIRONMENT_NAME: "shardplug:zero3_infinity,nvme_path=/mnt/nvme"})
+    assert LaunchOptions.read(None, {ENVIRONMENT_NAME: text}).config == expected
+    assert (
+        LaunchOptions.read(None, {ENVIRONMENT_NAME: "shardplug:zero1_cpu"}).config.offload_optimizer
+        == "cpu"
+    )
+    infinity = LaunchOptions.read(
+        None, {ENVIRONMENT_NAME: "shardplug:zero3_infinity,nvme_path=/mnt/nvme"}
+    ).config
     assert infinity == replace(expected, offload_params="nvme")
     text += ",offload_cpu_gib=2"
-    assert read_config(None, {ENVIRONMENT_NAME: text}).offload_cpu_gib == 2
+    assert LaunchOptions.read(None, {ENVIRONMENT_NAME: text}).config.offload_cpu_gib == 2

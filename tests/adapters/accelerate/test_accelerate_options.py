@@ -25,9 +25,9 @@ from shardplug.integrations.accelerate.distributed import (
     refuse_too_many_ranks,
     wants_cpu,
 )
+from shardplug.integrations.accelerate.launch_options import LaunchOptions
 from shardplug.integrations.accelerate.options import (
     make_plugin,
-    read_config,
     refuse_settings,
     with_plugin,
     with_precision,
@@ -40,13 +40,13 @@ LAUNCHED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 def test_stage_from_python_or_the_yaml() -> None:
     launched = {"FSDP_SHARDING_STRATEGY": "shardplug:stage=2,replicate_size=2"}
-    assert read_config("zero1", {}) == ZeroConfig(stage=1)
-    assert read_config("shardplug:zero1", {}) == ZeroConfig(stage=1)
-    assert read_config(ZeroConfig(stage=2), {}) == ZeroConfig(stage=2)
-    assert read_config(None, launched) == ZeroConfig(stage=2, replicate_size=2)
-    assert read_config("stage=2,replicate_size=2", launched).replicate_size == 2
+    assert LaunchOptions.read("zero1", {}).config == ZeroConfig(stage=1)
+    assert LaunchOptions.read("shardplug:zero1", {}).config == ZeroConfig(stage=1)
+    assert LaunchOptions.read(ZeroConfig(stage=2), {}).config == ZeroConfig(stage=2)
+    assert LaunchOptions.read(None, launched).config == ZeroConfig(stage=2, replicate_size=2)
+    assert LaunchOptions.read("stage=2,replicate_size=2", launched).config.replicate_size == 2
     # Plain FSDP strategies in the YAML are not ours, and do not matter when Python says a stage.
-    assert read_config("zero3", {"FSDP_SHARDING_STRATEGY": "FULL_SHARD"}).stage == 3
+    assert LaunchOptions.read("zero3", {"FSDP_SHARDING_STRATEGY": "FULL_SHARD"}).config.stage == 3
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_stage_from_python_or_the_yaml() -> None:
 )
 def test_a_missing_or_wrong_stage_is_refused(zero: Any, strategy: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_config(zero, {"FSDP_SHARDING_STRATEGY": strategy})
+        LaunchOptions.read(zero, {"FSDP_SHARDING_STRATEGY": strategy})
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from transformers import Trainer, TrainingArguments
 names = (t.Accelerator, t.save_fsdp_model, t.save_fsdp_optimizer, t.load_fsdp_model,
          t.load_fsdp_optimizer, t.get_last_checkpoint, get_last_checkpoint, accelerate.Accelerator,
          accelerate.accelerator.Accelerator)
-others = [name for name in names if not name.__module__.startswith("shardplug.integrations.accelerate")]
+ours = "shardplug.integrations.accelerate"
+others = [name for name in names if not name.__module__.startswith(ours)]
 assert not others, others
 assert issubclass(t.Accelerator, accelerate.Accelerator)
 try:
