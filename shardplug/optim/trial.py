@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardplug.collective import raise_together
 from shardplug.core._torch.calls import uncompiled
 from shardplug.core._torch.collectives import close_mesh
+from shardplug.core._torch.patches import patch_for, unpatch_for
 from shardplug.core._torch.tensors import TorchDispatchMode
+from shardplug.core.gathered.outside_use import refuse_mixed_scalar
 from shardplug.errors import OptimizerError
 from shardplug.optim.classes import INSTANCE_ATTRIBUTES, is_elementwise
 from shardplug.optim.step import step_is_replaced
@@ -177,6 +179,7 @@ def _problem(
     optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], mesh: DeviceMesh
 ) -> str | None:
     """Return what is wrong on this rank, if anything; the mesh's group is gone afterwards."""
+    patch_for(mesh, refuse_mixed_scalar)  # as for the engine's own mesh
     try:
         with torch.random.fork_rng(devices=[]), uncompiled():
             return _compare(optimizer, kinds, mesh)
@@ -189,6 +192,7 @@ def _problem(
     except _LostPeerError:
         pass  # the rank that failed says why
     finally:
+        unpatch_for(mesh)
         close_mesh(mesh)
     return None
 
