@@ -49,7 +49,7 @@ _TRAINER_MODULES = (
 """Modules in which names are replaced for Hugging Face's Trainer."""
 
 _ADAPTER = "shardplug.integrations.accelerate"
-_TAKEOVER = f"{_ADAPTER}.takeover"
+_TAKEOVER = f"{_ADAPTER}.hf_trainer.takeover"
 
 
 def install() -> None:

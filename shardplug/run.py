@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"shardplug.run: {error}", file=sys.stderr)
         return 2
     # What is loaded already; the rest is replaced as it is imported.
-    from shardplug.integrations.accelerate.takeover import take_over
+    from shardplug.integrations.accelerate.hf_trainer.takeover import take_over
 
     take_over()
     script.run()

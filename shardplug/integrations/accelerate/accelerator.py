@@ -17,6 +17,7 @@ from shardplug.errors import ConfigError, ModelError, OptimizerError
 from shardplug.integrations.accelerate import states
 from shardplug.integrations.accelerate.base import engine_of
 from shardplug.integrations.accelerate.gradients import GradientMethods
+from shardplug.integrations.accelerate.hf_trainer.spread import refuse_spread
 from shardplug.integrations.accelerate.loaders import (
     advance_past_skipped,
     agree_on_order,
@@ -25,8 +26,7 @@ from shardplug.integrations.accelerate.loaders import (
 )
 from shardplug.integrations.accelerate.mixed import add_autocast, remove_autocast
 from shardplug.integrations.accelerate.saving import SavingMethods
-from shardplug.integrations.accelerate.spread import refuse_spread
-from shardplug.integrations.common.example import example_batch
+from shardplug.integrations.data.example import example_batch
 from shardplug.plan.auto import auto_config
 
 __all__ = ["Accelerator"]

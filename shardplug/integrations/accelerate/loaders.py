@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug.errors import ConfigError
-from shardplug.integrations.common.even import fetch_in_step, reads_in_step
+from shardplug.integrations.data.even import fetch_in_step, reads_in_step
 
 __all__ = [
     "advance_past_skipped",

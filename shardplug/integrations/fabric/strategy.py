@@ -16,9 +16,9 @@ from shardplug.errors import ConfigError
 from shardplug.integrations.common import attach, comm, namespace
 from shardplug.integrations.common import precision_option as precision
 from shardplug.integrations.common.async_save import AsyncSaveMixin
-from shardplug.integrations.common.example import example_batch
 from shardplug.integrations.common.options import budget_of, config_of, preset_options
 from shardplug.integrations.common.process_group_mixin import ProcessGroupMixin
+from shardplug.integrations.data.example import example_batch
 from shardplug.integrations.fabric.entry import Entry
 from shardplug.integrations.fabric.saving import SavesState
 from shardplug.plan.auto import AutoBudget, auto_config

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardplug.config import ZeroConfig
 from shardplug.errors import ConfigError
-from shardplug.integrations.common.example import example_batch
+from shardplug.integrations.data.example import example_batch
 from shardplug.plan.auto import AutoBudget, auto_config
 from shardplug.plan.trace.meta_copy import meta_copy
 

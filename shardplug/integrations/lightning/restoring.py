@@ -25,10 +25,10 @@ from shardplug.checkpoint.state.rank_rng import read_rng
 from shardplug.errors import CheckpointError, ConfigError
 from shardplug.integrations.common import hyper_parameters, opening
 from shardplug.integrations.common import plain_meta as meta
-from shardplug.integrations.common.even import fetch_in_step, reads_in_step
-from shardplug.integrations.common.loader import is_resumable, resumable
 from shardplug.integrations.common.paths import local_path
 from shardplug.integrations.common.scoped_rng import replaying, rng_state, set_rng_state
+from shardplug.integrations.data.even import fetch_in_step, reads_in_step
+from shardplug.integrations.data.loader import is_resumable, resumable
 from shardplug.integrations.lightning import callbacks, tensors
 from shardplug.integrations.lightning.saving import OWN_KEY, combined_loader
 

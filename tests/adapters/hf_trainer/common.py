@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from shardplug.integrations.accelerate.takeover import take_over
+from shardplug.integrations.accelerate.hf_trainer.takeover import take_over
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()

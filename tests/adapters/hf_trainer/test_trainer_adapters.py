@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 import shardplug.hf
 from shardplug.checkpoint import export
 from shardplug.errors import CheckpointError
-from shardplug.integrations.accelerate.trainer_folders import FOLDER
+from shardplug.integrations.accelerate.hf_trainer.trainer_folders import FOLDER
 from tests.adapters.hf_trainer.common import build, launched, run
 from tests.support.pool import RankPool
 

@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 from shardplug import ZeroConfig, ZeroEngine
 from shardplug.errors import ConfigError, ShardplugError
 from shardplug.hf import MemoryCurve
-from shardplug.integrations.accelerate.trainer import refuse_arguments
+from shardplug.integrations.accelerate.hf_trainer.trainer_accelerator import refuse_arguments
 from tests.adapters.hf_trainer.common import arguments, build, launched, rows, run
 from tests.support.pool import RankPool
 

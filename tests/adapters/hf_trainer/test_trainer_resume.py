@@ -19,7 +19,10 @@ from shardplug import ZeroConfig, ZeroEngine
 from shardplug.checkpoint import Reader
 from shardplug.checkpoint.state.planners import LoadPlanner
 from shardplug.errors import CheckpointError
-from shardplug.integrations.accelerate.trainer_folders import FOLDER, last_whole_checkpoint
+from shardplug.integrations.accelerate.hf_trainer.trainer_folders import (
+    FOLDER,
+    last_whole_checkpoint,
+)
 from tests.adapters.hf_trainer.common import build, launched, run
 from tests.support.pool import RankPool
 

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from shardplug.errors import CheckpointError
-from shardplug.integrations.common.loader import resumable
+from shardplug.integrations.data.loader import resumable
 
 
 class Numbers(Dataset[Any]):

@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from shardplug.errors import CheckpointError
 from shardplug.integrations.common import scoped_rng as rng
-from shardplug.integrations.common.iterators import Counted, Later, PastFirst, Position
+from shardplug.integrations.data.iterators import Counted, Later, PastFirst, Position
 from shardplug.windows import Together
 
 __all__ = ["is_resumable", "resumable"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardplug.integrations.accelerate.spread import SPREAD, SPREADING
+from shardplug.integrations.accelerate.hf_trainer.spread import SPREAD, SPREADING
 
 __all__ = ["adapt", "take_over"]
 
@@ -53,7 +53,8 @@ def _adapt_accelerate(module: Any) -> None:
 
 
 def _adapt_trainer(module: Any) -> None:
-    from shardplug.integrations.accelerate import trainer, trainer_folders
+    from shardplug.integrations.accelerate.hf_trainer import trainer_accelerator as trainer
+    from shardplug.integrations.accelerate.hf_trainer import trainer_folders
 
     module.Accelerator = trainer.TrainerAccelerator
     module.save_fsdp_model = trainer_folders.skip_model_save
@@ -64,7 +65,7 @@ def _adapt_trainer(module: Any) -> None:
 
 
 def _adapt_trainer_utils(module: Any) -> None:
-    from shardplug.integrations.accelerate import trainer_folders
+    from shardplug.integrations.accelerate.hf_trainer import trainer_folders
 
     module.get_last_checkpoint = trainer_folders.last_whole_checkpoint
 
@@ -74,7 +75,7 @@ def _adapt_arguments(module: Any) -> None:
 
     A dataclass looks `__post_init__` up on the class, so it is the one place to come first.
     """
-    from shardplug.integrations.accelerate.trainer import refuse_arguments
+    from shardplug.integrations.accelerate.hf_trainer.trainer_accelerator import refuse_arguments
 
     kind = getattr(module, "TrainingArguments", None)
     if kind is None or hasattr(kind, _CHECKED):

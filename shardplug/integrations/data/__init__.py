@@ -1,0 +1,1 @@
+"""Data loaders: resumable ones, and data that ends earlier on one rank than on others."""
