@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,7 @@ class Gathering:
     def _modified(self, parts: list[Part], modify: bool, src: int | None) -> Iterator[None]:
         error: ShardplugError | None = None
         world_size = dist.get_world_size()
-        if not modify or (src is not None and not 0 <= src < world_size):
+        if not modify or isinstance(src, bool) or (src is not None and not 0 <= src < world_size):
             error = ConfigError(
                 f"Expected src to be a rank below {world_size}, and modify=True with it, got "
                 f"src={src} and modify={modify}."
@@ -98,10 +99,18 @@ class Gathering:
                 "Expected gathered(modify=True) outside of any other gathered() of the same "
                 "model, found one within another."
             )
-        ends = torch.tensor([-1 if src is None else src, 1 if src is None else -src])
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._control)
-        if error is None and int(ends[0]) != -int(ends[1]):
+        named = [(index, _name_of(s, part)) for index, (s, part) in enumerate(parts)]
+        said: list[Any] = [None] * world_size
+        dist.all_gather_object(said, (src, named), group=self._control)
+        if error is None and any(other != src for other, _ in said):
             error = ConfigError(f"Expected the same src on every rank, got {src} on this one.")
+        elif error is None and any(other != named for _, other in said):
+            names = [", ".join(name for _, name in other) for _, other in said]
+            error = ScheduleError(
+                "Expected the same module on every rank in gathered(modify=True), got "
+                + ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(names))
+                + ". Open the same one on all ranks, or a module that holds them all."
+            )
         kind = ConfigError if error is None else type(error)
         self._agree("gathered(modify=True)", error, kind)
         changed = [
@@ -140,3 +149,9 @@ class Gathering:
 
     def _agree(self, doing: str, error: Exception | None, kind: type[ShardplugError]) -> None:
         raise_together(error, kind, doing, self._control)
+
+
+def _name_of(sharded: ShardedModel, part: nn.Module) -> str:
+    """Name a module of a sharded model."""
+    names = (name for name, module in sharded.model.named_modules() if module is part)
+    return next(names, "") or "the model"

@@ -261,6 +261,11 @@ class ShardedModels:
         Raises:
             ModelError: When it has nothing to do with a sharded model.
         """
+        if model is not None and not isinstance(model, nn.Module):
+            raise ModelError(
+                f"Expected a module of a sharded model, got {type(model).__name__}: name the "
+                "module that has the parameter, or one that holds several modules."
+            )
         if model is None and self._all:
             return [(sharded, sharded.model) for sharded in self._all]
         for sharded in self._all:

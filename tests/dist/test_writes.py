@@ -623,6 +623,34 @@ def _written_at_rest(stage: int) -> None:
     assert not torch.equal(*table.full_tensor().chunk(2))
 
 
+def _other_parts_on_each_rank() -> None:
+    engine = ZeroEngine(ZeroConfig(stage=3))
+    model = engine.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    before = engine.full_state_dict(rank0_only=False)
+    with raises_everywhere(ScheduleError, "got 0 on rank 0, 1 on rank 1"):
+        with engine.gathered(model[engine.rank], modify=True):
+            model[engine.rank].weight.mul_(2)
+    with raises_everywhere(ModelError, "Expected a module of a sharded model, got list"):
+        with engine.gathered([model[0]], modify=True):  # type: ignore[arg-type]
+            pass
+    with raises_everywhere(ConfigError, "Expected src to be a rank"):
+        with engine.gathered(model, modify=True, src=True):
+            pass
+    with raises_everywhere(ModelError, "was frozen or unfrozen"):
+        with engine.gathered(model, modify=True):
+            model[0].requires_grad_(False)
+    now = engine.full_state_dict(rank0_only=False)
+    assert before and all(torch.equal(value, now[name]) for name, value in before.items())
+    with engine.gathered(model[1], modify=True):
+        model[1].weight.mul_(2)
+    now = engine.full_state_dict(rank0_only=False)
+    assert torch.equal(now["1.weight"], 2 * before["1.weight"])
+
+
+def test_parts_that_differ_between_ranks_are_refused(pool: RankPool) -> None:
+    pool.run(_other_parts_on_each_rank, 2)
+
+
 def _written_at_rest_in_stages() -> None:
     for stage in (1, 3):
         _written_at_rest(stage)

@@ -103,7 +103,7 @@ def _first_problem(changes: Sequence[_Change]) -> Exception | None:
     if not problems:
         return None
     return ModelError(
-        "Expected parameters to keep their shape and dtype in gathered(modify=True), but "
+        "Expected parameters to keep shape, dtype and requires_grad in gathered(modify=True), but "
         f"{'; '.join(problems[:4])}. Nothing was changed. Resize or convert before sharding."
     )
 
@@ -163,6 +163,11 @@ class _Change:
             one = now[0]
             if one is None or any(other is not one for other in now):
                 yield f"{label_of(param)} was taken out, or stands for different tensors now"
+            elif one.requires_grad != expected.requires_grad:
+                yield (
+                    f"{label_of(param)} was frozen or unfrozen (requires_grad), which counts "
+                    "outside of the context alone"
+                )
             elif one.shape != expected.shape or one.dtype != expected.dtype:
                 yield (
                     f"{label_of(param)} is {tuple(one.shape)} in {one.dtype}, no longer "
