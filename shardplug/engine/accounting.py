@@ -58,7 +58,7 @@ def held_bytes(
     if params_on_cpu:
         held.update(_split_off_cpu(models, held))
     if models.activations:
-        held["activations_cpu"] = sum(offload.held_bytes for offload in models.activations)
+        held["activations_cpu"] = sum(a.held_bytes for a in models.activations)
     held["snapshot"] = snapshot_bytes
     if offload.optimizer_tier is None:
         return held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ __all__ = ["Optimizers"]
 
 _REPLACED = ("step", "zero_grad", "train", "eval")
 """Methods of an optimizer that are replaced on the object."""
+
+_Before = tuple[dict[str, Any], list[RemovableHandle]]
+"""What the object had of them before it was prepared, and the hooks that were registered."""
 
 
 class Optimizers:
@@ -58,8 +61,7 @@ class Optimizers:
         self._mesh = mesh
         self._control = control
         self._poll_save = poll_save
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._undo: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], None]] = (
+        self._prepared: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Before] = (
             weakref.WeakKeyDictionary()
         )
         self._untrained = UntrainedParameters()
@@ -67,11 +69,11 @@ class Optimizers:
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         """Iterate over the prepared optimizers that are alive, in no fixed order."""
-        return iter(list(self._optimizers))
+        return iter(list(self._prepared))
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer train the shards: see `ZeroEngine.prepare_optimizer`."""
-        if optimizer in self._optimizers:
+        if optimizer in self._prepared:
             self.binding.require_known(optimizer, optimizer.param_groups)
             return
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -91,16 +93,19 @@ class Optimizers:
         with self._listeners.telling_errors():
             self._listeners.tell(EngineListener.optimizer_bound, optimizer)
             self._make_step(optimizer)
-        hooks = self._follow(optimizer)
-        self._undo[optimizer] = functools.partial(_put_back, weakref.ref(optimizer), own, hooks)
-        self._optimizers.add(optimizer)
+        self._prepared[optimizer] = (own, self._follow(optimizer))
 
     def release(self) -> None:
         """Give all optimizers their own methods back."""
-        for undo in list(self._undo.values()):
-            undo()
-        self._undo.clear()
-        self._optimizers.clear()
+        while self._prepared:
+            optimizer, (own, hooks) = self._prepared.popitem()
+            for hook in hooks:
+                hook.remove()
+            for name, method in own.items():
+                if method is None:
+                    vars(optimizer).pop(name, None)
+                else:
+                    setattr(optimizer, name, method)
 
     def _make_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Make `step` right for shards."""
@@ -156,7 +161,7 @@ class Optimizers:
         self._models.reshard()
         for sharded in self._models:
             sharded.calls.writes.raise_refused()
-        self._untrained.look(self._models.modules, self._optimizers, optimizer)
+        self._untrained.look(self._models.modules, self, optimizer)
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,21 +217,3 @@ class Optimizers:
         for sharded in self._models:
             sharded.rank_sync.note_missing_gradients()
         self._window.drop_gradients(only)
-
-
-def _put_back(
-    optimizer: weakref.ref[torch.optim.Optimizer],
-    own: Mapping[str, Any],
-    hooks: Sequence[RemovableHandle],
-) -> None:
-    """Give an optimizer that is alive the methods back that it had before it was prepared."""
-    for hook in hooks:
-        hook.remove()
-    known = optimizer()
-    if known is None:
-        return
-    for name, method in own.items():
-        if method is None:
-            vars(known).pop(name, None)
-        else:
-            setattr(known, name, method)

@@ -172,15 +172,6 @@ class OomWatch(EngineListener):
 
     # ---------------------------------------------------------------- when it has gone wrong
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Explain an out-of-memory error of the code inside, and let it through."""
-        try:
-            yield
-        except Exception as error:
-            self.error(error)
-            raise
-
     def error(self, error: BaseException) -> None:
         """Write the report, if the error is one of memory and no one has explained it yet."""
         killed = self._group.kills
@@ -419,7 +410,7 @@ def explained_oom(
         )
     watch.write_into(folder)
     watch.expect(plan, running)
-    with watch.explaining():
+    with engine.telling_errors():
         yield
 
 

@@ -108,7 +108,7 @@ def _more_nodes(
             work.placed.layout,
             pieces[least.activation_checkpointing, least.offload_activations != "none"],
             setup,
-            least.setting,
+            least,
             flops=0,
             room=request.room,
             machine=machine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from shardplug.config import Tier, ZeroConfig
@@ -75,11 +75,6 @@ class Choice(Setting):
     """What `over` counts: nothing for the device's memory, else the node's memory or disks."""
     reason: str = ""
     """Why it is, or is not, the one to take."""
-
-    @property
-    def setting(self) -> Setting:
-        """The setting alone."""
-        return Setting(**{field.name: getattr(self, field.name) for field in fields(Setting)})
 
     @property
     def name(self) -> str:
@@ -171,7 +166,7 @@ def evaluate(
         activation_bytes=2 * found.activations_out * on_gpu,
     )
     return Choice(
-        **asdict(setting),
+        **{field.name: getattr(setting, field.name) for field in fields(Setting)},
         timeline=found,
         slack=slack,
         host=host,

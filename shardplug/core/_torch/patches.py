@@ -141,7 +141,6 @@ def _on_open_meshes(
 
 
 def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def read(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         if any(placement.is_partial() for placement in self.placements):
             raise RuntimeError(
@@ -161,7 +160,6 @@ def _is_shard(tensor: DTensor) -> bool:
 
 
 def _part_of_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def part(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         # With a tensor or a list for an index the result is a copy of any tensor.
@@ -189,7 +187,6 @@ def _refuse_parts(tensor: DTensor, name: str) -> None:
 
 
 def _refused_on_parts(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         _refuse_parts(self, name)
         return original(self, *args, **kwargs)
@@ -207,7 +204,6 @@ def _refuse_to_draw(tensor: DTensor, name: str) -> None:
 
 
 def _refused_on_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def draw(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         _refuse_parts(self, name)
         _refuse_to_draw(self, name)
@@ -233,18 +229,16 @@ def _refusing_to_draw(original: Callable[..., Any]) -> Callable[..., Any]:
 def _advised(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Say what to do where torch has no rule for a write to a shard."""
 
-    @functools.wraps(original)
     def write(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
+        except RuntimeError as error:
             raise RuntimeError(f"{name}() of a sharded parameter: {error} {_MODIFY}") from error
 
     return write
 
 
 def _reduced_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def change(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         _refuse_parts(self, name)
         partial = any(placement.is_partial() for placement in self.placements)
@@ -259,7 +253,6 @@ def _reduced_first(name: str, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _extreme(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def read(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         local = self._local_tensor
         if args or kwargs or local.numel() or not self.numel() or self.requires_grad:
@@ -303,9 +296,9 @@ def _checked_dispatch(
         if torch.is_grad_enabled() and any("Tensor" in kind for kind in returns):
             tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
             plain = (t for t in tensors if not isinstance(t, DTensor))
-            ours = any(isinstance(t, DTensor) and t.device_mesh in _meshes for t in tensors)
-            # torch refuses tensors that are no scalars itself
-            if ours and any(t.requires_grad and not t.ndim for t in plain):
+            if any(t.requires_grad and not t.ndim for t in plain) and any(
+                isinstance(t, DTensor) and t.device_mesh in _meshes for t in tensors
+            ):  # torch refuses tensors that are no scalars itself
                 on_mixed_scalar(tensors, str(op))
         return original(self, op, args, kwargs, *rest)
 

@@ -66,14 +66,10 @@ class AcceleratorBase(_Stock):  # type: ignore[misc, valid-type]
         arguments = dict(signature.bind_partial(self, *args, **kwargs).arguments)
         del arguments["self"]
         options = LaunchOptions.read(zero, os.environ, async_save)
-        config, self._budget, self._async_save = (
-            options.config,
-            options.budget,
-            bool(options.async_save),
-        )
+        self._budget, self._async_save = options.budget, bool(options.async_save)
         refuse_settings(arguments, os.environ)
         plugin = make_plugin(arguments.pop("fsdp_plugin", None), os.environ)
-        config = with_plugin(config, plugin)
+        config = with_plugin(options.config, plugin)
         cpu = wants_cpu(arguments.pop("cpu", False), os.environ)
         refuse_too_many_ranks(cpu, os.environ)
         arguments["kwargs_handlers"] = process_group_handler(

@@ -85,13 +85,13 @@ class LaunchOptions:
         if given is None:
             got = f", got fsdp_sharding_strategy {text!r}" if text else ""
             raise ConfigError(f"Expected a ZeRO stage for the Accelerator{got}. {_HOW_TO}")
-        for one in (given, launched or given):
-            if (one.config, one.budget) != (given.config, given.budget):
-                raise ConfigError(
-                    f"Expected one ZeRO configuration, got zero={zero!r} in Python and "
-                    f"{ENVIRONMENT_NAME}={text!r} from the YAML. Leave one of them out."
-                )
-        said = {async_save, given.async_save, (launched or given).async_save} - {None}
+        launched = launched or given
+        if (launched.config, launched.budget) != (given.config, given.budget):
+            raise ConfigError(
+                f"Expected one ZeRO configuration, got zero={zero!r} in Python and "
+                f"{ENVIRONMENT_NAME}={text!r} from the YAML. Leave one of them out."
+            )
+        said = {async_save, given.async_save, launched.async_save} - {None}
         if len(said) > 1:
             raise ConfigError(
                 f"Expected one async_save, got async_save={async_save}, zero={zero!r} in Python "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from shardplug.config import ZeroConfig
 from shardplug.core._torch.tensors import tree_leaves, tree_map
-from shardplug.plan.choices import Choice, MemoryBudget
+from shardplug.plan.choices import Choice, MemoryBudget, Setting
 from shardplug.plan.plan import Plan, plan
 from shardplug.plan.request import Loop
 from shardplug.plan.sizes.optimizer_kinds import OptimizerKind
@@ -124,13 +124,7 @@ class Running:
 
 def settings_of(chosen: Choice | ZeroConfig) -> tuple[Any, ...]:
     """Return what a plan chooses: stage, the two tiers, checkpointing, activations' place."""
-    return (
-        chosen.stage,
-        chosen.offload_optimizer,
-        chosen.offload_params,
-        chosen.activation_checkpointing,
-        chosen.offload_activations,
-    )
+    return tuple(getattr(chosen, field.name) for field in fields(Setting))
 
 
 def batch_size(inputs: Any) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardplug.engine.listener import Listeners
 from shardplug.oom.watch import OomWatch
 from shardplug.plan.trace.meta_copy import NoCollectives, meta_copy, shapes_of
 from shardplug.process.limits import ControlGroup
@@ -63,7 +64,11 @@ def test_a_report_that_fails_hides_nothing(tmp_path: Path) -> None:
     watch = OomWatch(folder=tmp_path)
     watch.opened(engine)  # type: ignore[arg-type]
     written = io.StringIO()
-    with redirect_stderr(written), pytest.raises(MemoryError) as caught, watch.explaining():
+    with (
+        redirect_stderr(written),
+        pytest.raises(MemoryError) as caught,
+        Listeners([watch]).telling_errors(),
+    ):
         raise MemoryError("no room")
     assert str(caught.value) == "no room"
     notes = getattr(caught.value, "__notes__", [])
@@ -74,7 +79,7 @@ def test_a_report_that_fails_hides_nothing(tmp_path: Path) -> None:
 def test_other_errors_are_left_alone(tmp_path: Path) -> None:
     watch = OomWatch(folder=tmp_path)
     watch.opened(_Engine())  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="shapes"), watch.explaining():
+    with pytest.raises(RuntimeError, match="shapes"), Listeners([watch]).telling_errors():
         raise RuntimeError("shapes do not match")
     assert not list(tmp_path.iterdir())
 
